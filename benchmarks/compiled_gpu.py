@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import time
@@ -93,6 +94,7 @@ def images(model: cfg.Model, optimizer: Any) -> dict[str, Any]:
 # (arXiv:2401.02385), Llama 3 8B (arXiv:2407.21783).
 _1B = {"width": 2048, "num_kv_heads": 4, "hidden": 5632}
 _8B = {"width": 4096, "num_kv_heads": 8, "hidden": 14_336}
+_FSDP = {"mesh": cfg.Mesh(data=1, fsdp=-1), "layout": cfg.Layout(shard="fsdp")}
 _FULL_8B = text(32, 8192, 128_256, **_8B) | {"clip_norm": 1.0, "layout": cfg.Layout(shard="fsdp")}
 CASES = {
   "resnet50": Case("h100-1", 256, images(cfg.ResNet(depth=50), cfg.SGD(lr=0.1))),
@@ -102,6 +104,7 @@ CASES = {
     images(cfg.ViT(width=768, num_layers=12, num_heads=12), cfg.AdamW(lr=1e-4, weight_decay=0.1)),
   ),
   "transformer_1b": Case("h100-1", 2, text(22, 2048, 32_000, **_1B)),
+  "1b_fsdp_8": Case("h100-8", 2, text(22, 2048, 32_000, **_1B) | _FSDP),
   "layers_8b": Case("h100-1", 2, text(5, 2048, 32_000, **_8B)),
   "8b": Case("h100-8", 1, _FULL_8B | {"mesh": cfg.Mesh(data=1, fsdp=-1)}),
   "8b_fsdp_64": Case("h100-64", 1, _FULL_8B | {"mesh": cfg.Mesh(data=1, fsdp=-1)}),
@@ -167,11 +170,18 @@ def executed(module: parse.Module, name: str) -> Iterator[tuple[int, Any, parse.
     if opcode in ("while", "conditional", "call", "async-start"):
       if opcode == "while":
         times = trip_count(module, home, instruction) or 1
-      for inner in parse.called(instruction):
-        for n, body, kernel in executed(module, inner):
-          yield times * n, body, kernel
+      bodies = [[*executed(module, inner)] for inner in parse.called(instruction)]
+      if opcode == "conditional":  # a device takes one branch; here the longest
+        bodies = [max(bodies, key=lambda way: sum(n * took(module, b, k) for n, b, k in way))]
+      for n, body, kernel in itertools.chain.from_iterable(bodies):
+        yield times * n, body, kernel
     elif not is_free(instruction) and opcode.removesuffix("-start") not in COLLECTIVES:
       yield 1, home, instruction
+
+
+def took(module: parse.Module, home: Any, instruction: parse.Instruction) -> float:
+  """Return the estimated seconds of a kernel."""
+  return kernels.seconds(kernels.kernel_of(module, home, instruction), RATES)
 
 
 def communication(program: str, mesh: Any) -> tuple[dict[str, float], dict[str, float]]:

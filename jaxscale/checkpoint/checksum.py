@@ -48,9 +48,7 @@ def verify(
       raise DamagedError(f"the checksum of {name} does not match")
 
 
-def manifest(
-  tree: Any, shapes: Any = None, rows: Rows | None = None
-) -> dict[str, dict[str, Any]]:
+def manifest(tree: Any, shapes: Any = None, rows: Rows | None = None) -> dict[str, dict[str, Any]]:
   """Return the shape, dtype and checksum of every leaf, by path.
 
   Each process reads its own shards, replicas only once; all processes must call this.

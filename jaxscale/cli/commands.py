@@ -38,6 +38,7 @@ jobs: profile: trace steps of a running run for XProf and Perfetto: first --step
 jobs: cancel: save and stop runs: first
 jobs: resume: submit stopped runs again: first --nodes 2
 studies: report: report the results of runs, and compare sizes: sizes --to sizes
+studies: transfer: settings of a large config from a small one's sweep: rates --config digits
 studies: batch-study: train to a target at several batch sizes: --config digits --batch-sizes 64,256
 """
 COMMANDS = {

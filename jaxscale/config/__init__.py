@@ -1,8 +1,8 @@
 """Settings of a run: definition, checks, loading and recording.
 
 `Config` holds all settings of a run. `Model`, `Data`, `Optimizer`, `Schedule`, `Exchange`,
-`Sync`, `Loss`, `Metric`, `Tracker` and `Callback` are bases that a user's classes extend
-(docs/extending.md).
+`Sync`, `Loss`, `Metric`, `Tracker`, `Callback` and `Growth` are bases that a user's classes
+extend (docs/extending.md).
 The built-in classes (`SGD`, `CNN`, ...) are defined in the packages that they configure
 and are also names of this package. They are imported on first use, so that this package
 imports neither JAX nor the packages that it configures.
@@ -19,7 +19,7 @@ from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.config.choice import HOMES
 from jaxscale.config.config import Config
 from jaxscale.config.layout_settings import Layout
-from jaxscale.config.phase_settings import AdaptiveBatch, Phases
+from jaxscale.config.phase_settings import AdaptiveBatch, Growing, Phases
 from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
 from jaxscale.errors import ConfigError
 

@@ -20,9 +20,11 @@ from jaxscale.errors import ConfigError
 if TYPE_CHECKING:
   from jax.sharding import Mesh
 
-__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Loss"]
-__all__ += ["LossContext", "Metric", "Model", "ModelContext", "Optimizer", "OptimizerContext"]
-__all__ += ["Schedule", "ScheduleContext", "Sync", "SyncContext", "Tracker", "TrackerContext"]
+__all__ = ["Callback", "CallbackContext", "Data", "Exchange", "ExchangeContext", "Growth"]
+__all__ += ["GrowthContext", "GrowthPoint", "Loss", "LossContext", "Metric", "Model"]
+__all__ += ["ModelContext", "Optimizer", "OptimizerContext", "Parametrization"]
+__all__ += ["ParametrizationContext", "Schedule", "ScheduleContext", "Sync", "SyncContext"]
+__all__ += ["Tracker", "TrackerContext"]
 
 
 class ModelContext(NamedTuple):
@@ -76,6 +78,26 @@ class OptimizerContext(NamedTuple):
   warmup_steps: int = 0
   stacked: Callable[[Any], Any] | None = None
   embeddings: Callable[[Any], Any] | None = None
+
+
+class ParametrizationContext(NamedTuple):
+  """Arguments of `Parametrization.build`: a model beside its base model.
+
+  Attributes:
+    leaves: the shapes of each parameter in both models, `optim.Leaf` by path.
+    rule: the optimizer's `update_rule`, "adam", "sgd" or "muon".
+    depth: the number of layers over that of the base model; 1 without a stack of layers.
+    query_scale: the square root of the base width of an attention head over its width.
+    is_tied: whether the output layer uses the embedding table.
+    out_first: whether kernels are [out, in], as in Equinox.
+  """
+
+  leaves: dict[str, Any]
+  rule: str
+  depth: float = 1.0
+  query_scale: float = 1.0
+  is_tied: bool = False
+  out_first: bool = False
 
 
 class ScheduleContext(NamedTuple):
@@ -187,6 +209,49 @@ class CallbackContext(NamedTuple):
   signed: Callable[[str, str], str]
 
 
+class GrowthContext(NamedTuple):
+  """Arguments of `Growth.build`: the run whose batch may grow.
+
+  Attributes:
+    batch_size: the batch size at the start of the run, in examples.
+    factor: the number by which a growth multiplies the batch size.
+    num_train: the number of training examples.
+    total_examples: the length of the run in examples.
+    schedule: a function without arguments that returns the schedule's learning rates, a
+      float32 array [steps + 1], by steps of `batch_size` examples.
+  """
+
+  batch_size: int
+  factor: int
+  num_train: int
+  total_examples: float
+  schedule: Callable[[], Any]
+
+
+class GrowthPoint(NamedTuple):
+  """Argument of `Growth.decide`: a run at a step after which its batch may grow.
+
+  Attributes:
+    step: the number of steps done.
+    examples: the number of examples seen.
+    batch_size: the batch size, in examples.
+    larger: the batch size after a growth.
+    noise_scale: the gradient noise scale in examples and the ends of its 95 % interval; None
+      in place of a scale or upper end that is infinite, and of a lower end before it is
+      measured.
+    branch: a function of a number of steps at the larger batch size. It trains copies of the
+      state at both sizes on the same next examples, and returns a float64 array [2, steps]:
+      the mean losses at `batch_size` and at `larger`, of the same examples in each column.
+  """
+
+  step: int
+  examples: int
+  batch_size: int
+  larger: int
+  noise_scale: tuple[float | None, ...]
+  branch: Callable[[int], Any]
+
+
 class Model(Choice):
   """Model that turns a batch into predictions.
 
@@ -256,6 +321,17 @@ class Optimizer(Choice):
 
   follows_batch_neutrally = False  # True if Phases.follow='neutral' can adapt the momentum.
   has_resettable_momentum = False
+  # "adam" (gradients divided by their size), "sgd" (proportional to gradients), "muon", or "": no
+  # parametrization but Standard. Parameters may be used for weight decay only.
+  update_rule = ""
+
+
+class Parametrization(Choice):
+  """Factors of initialization, learning rate, weight decay and eps for each parameter.
+
+  `build(context: ParametrizationContext)` returns `optim.LeafFactors` by path; {} changes
+  nothing. A field `base`, a dict, has the fields of the model that differ in the base model.
+  """
 
 
 class Schedule(Choice):
@@ -389,3 +465,17 @@ class Callback(Choice):
 
   `build(context: CallbackContext)` returns a `jaxscale.Callback`.
   """
+
+
+class Growth(Choice):
+  """Rule that decides when the batch grows, for `Growing.when`.
+
+  `build(context: GrowthContext)` returns the numbers of examples after which the batch may
+  grow, in increasing order. It grows at each of them, unless the class has a method
+  `decide(point: GrowthPoint)`, which returns whether it grows, the reason for the log, and
+  numbers by name for metrics.jsonl.
+  """
+
+  decide: ClassVar[Callable[..., tuple[bool, str, dict[str, float]]] | None] = None
+  why: ClassVar[str] = "as planned"  # The reason for the log, for growths without `decide`.
+  reads_noise_scale = False  # True if `decide` uses `GrowthPoint.noise_scale`.

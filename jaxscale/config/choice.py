@@ -20,7 +20,8 @@ from jaxscale.errors import ConfigError
 # The package with the built-in alternatives of each base. It is given by name, because
 # config is imported before the packages that it configures, and without JAX.
 _HOMES = """Model:models Data:data Optimizer:optim Schedule:optim Exchange:exchange
-  Sync:exchange Loss:training Metric:training Tracker:metrics Callback:run"""
+  Sync:exchange Loss:training Metric:training Tracker:metrics Callback:run
+  Growth:run Parametrization:optim"""
 _PAIRS = (pair.split(":") for pair in _HOMES.split())
 HOMES = {base: f"jaxscale.{package}.settings" for base, package in _PAIRS}
 

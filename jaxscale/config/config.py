@@ -15,7 +15,7 @@ from jaxscale.config import bases
 from jaxscale.config.adapter_settings import LoRA, NoAdapter
 from jaxscale.config.bounds import Count, check_distinct, check_pattern
 from jaxscale.config.layout_settings import Layout, check_layout
-from jaxscale.config.phase_settings import AdaptiveBatch, Phases
+from jaxscale.config.phase_settings import AdaptiveBatch, Growing, Phases, measuring
 from jaxscale.config.plain import check_forms, shared_texts
 from jaxscale.config.running import Checkpoint, Checks, Compilation, Evaluation, Faults, Log, Mesh
 from jaxscale.config.validation import UnsetError, settings
@@ -36,6 +36,8 @@ class Config:
     data: the training and validation examples; a class of your own also works.
     optimizer: the optimizer; a class of your own also works.
     schedule: the learning-rate schedule; a class of your own also works.
+    parametrization: the scales of initialization and learning rate; MuP or CompleteP keep the
+      best learning rate of a small model for a large one. A class of your own also works.
     loss: the training loss and its metrics; a class of your own also works.
     metrics: the further metrics of evaluations, e.g. "F1,ConfusionMatrix"; () computes only
       those of `loss`. Classes of your own also work.
@@ -111,12 +113,13 @@ class Config:
   data: bases.Data
   optimizer: bases.Optimizer
   schedule: bases.Schedule = built_in(bases.Schedule, "Cosine")
+  parametrization: bases.Parametrization = built_in(bases.Parametrization, "Standard")
   loss: bases.Loss = built_in(bases.Loss, "CrossEntropy")
   metrics: tuple[bases.Metric, ...] = ()
   batch_size: Count
   epochs: Annotated[float | None, "> 0"] = None
   steps: Annotated[int | None, ">= 1"] = None
-  phases: Phases | AdaptiveBatch = Phases()
+  phases: Phases | AdaptiveBatch | Growing = Phases()
   accumulate_steps: Count = 1
   lr_scaling: Literal["none", "linear", "sqrt"] = "none"
   lr_reference_batch_size: Count = 256
@@ -189,6 +192,7 @@ class Config:
       check_pattern("Config.trainable", self.trainable, "give e.g. '^head/'")
     check_distinct("Config.metrics", self.metrics)
     _check_neutral(self)
+    _check_growing(self)
     _check_exchange(self)
     if self.is_local_sgd:
       _check_local(self)
@@ -207,8 +211,8 @@ def _check_length(config: Config) -> None:
   if config.epochs is not None and config.steps is not None:
     problem = f"and epochs={config.epochs} are both set"
     raise invalid("Config.steps", config.steps, problem, "set one of them to None")
-  if config.steps is not None and isinstance(config.phases, AdaptiveBatch):
-    problem = "cannot be combined with AdaptiveBatch, which counts in epochs"
+  if config.steps is not None and not isinstance(config.phases, Phases):
+    problem = f"cannot be combined with {type(config.phases).__name__}, which counts in epochs"
     raise invalid("Config.steps", config.steps, problem, "set epochs instead")
   for unit in ("epochs", "steps"):
     length, name = getattr(config, unit), f"warmup_{unit}"
@@ -227,7 +231,8 @@ def _check_length(config: Config) -> None:
 def _check_neutral(config: Config) -> None:
   """Refuse follow="neutral" for optimizers other than SGD, and with momentum correction."""
   phases = config.phases
-  if isinstance(phases, Phases) and (phases.follow != "neutral" or not phases.batch_sizes):
+  is_constant = isinstance(phases, Phases) and not phases.batch_sizes
+  if getattr(phases, "follow", "neutral") != "neutral" or is_constant:
     return
   neutral = "AdaptiveBatch and phases with follow='neutral'"
   if not config.optimizer.follows_batch_neutrally:
@@ -239,6 +244,14 @@ def _check_neutral(config: Config) -> None:
   if correction != "never":
     problem = f"{neutral} already correct the momentum; use 'never'"
     raise ConfigError(f"SGD.momentum_correction={correction!r}: {problem}")
+
+
+def _check_growing(config: Config) -> None:
+  """Refuse a rule for growing batches without the noise scale that it reads."""
+  rule = getattr(config.phases, "when", None)
+  if rule is not None and rule.reads_noise_scale and not config.noise_scale:
+    problem, fix = "reads the noise scale, which is not measured", "set Config.noise_scale=True"
+    raise invalid("Growing.when", type(rule).__name__, problem, fix)
 
 
 def _check_exchange(config: Config) -> None:
@@ -266,8 +279,8 @@ def _check_local(config: Config) -> None:
   if config.dtype in ("float16", "float8"):
     problem = f"{config.dtype} needs scales, which all devices must share in every step"
     raise ConfigError(f"Config.{sync}: {problem}; set dtype to 'bfloat16' or 'float32'")
-  if isinstance(config.phases, AdaptiveBatch):
-    problem = "AdaptiveBatch needs all devices to take the same steps; use Phases"
+  if rule := measuring(config.phases):
+    problem = f"{rule} needs all devices to take the same steps; use Phases"
     raise ConfigError(f"Config.{sync}: {problem}")
   if config.lr_scaling != "none":
     problem = f"with {sync} each worker takes its own steps, on its share of the batch"

@@ -314,7 +314,8 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     return tuple(text.split(","))  # Words without quotes, e.g. data:4,replica:2.
   try:
     value = ast.literal_eval(text)
-    if isinstance(value, (int, float)) and any(get_origin(c) is tuple for c in choices):
+    is_tuple = not is_plain and any(get_origin(c) is tuple for c in choices)
+    if isinstance(value, (int, float)) and is_tuple:
       value = (value,)
     return validation.coerce(annotation, value)
   except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError):

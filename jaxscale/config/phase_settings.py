@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import dataclasses
+from typing import Annotated, Any, Literal
 
+from jaxscale.config.bases import Growth
 from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.config.validation import settings
 from jaxscale.errors import invalid
@@ -84,3 +86,41 @@ class AdaptiveBatch:
   margin: NonNegative = 0.01
   max_batch_size: Count = 1_048_576
   multiple: Count = 64
+
+
+@settings
+class Growing:
+  """Batch size that grows during the run, by a factor at a time, where it pays.
+
+  The defaults are Seesaw (arXiv:2510.14717, abstract): where the schedule would have halved
+  the learning rate, the batch size doubles and the learning rate is divided by sqrt(2).
+  With follow="linear" it is not divided at all (arXiv:1711.00489). In between, the learning
+  rate continues to follow the schedule, times the factor of the batch size.
+
+  Attributes:
+    when: the rule that decides when the batch grows; a class of your own also works.
+    follow: the rule by which the learning rate follows the batch size, relative to the schedule
+      at Config.batch_size and the same number of examples; "none", "linear", "sqrt" or
+      "neutral" as in Phases.
+    factor: the whole number by which a growth multiplies the batch size.
+    max_batch_size: the largest batch size in examples; None stops at the number of training
+      examples.
+    more_micro_batches: whether a larger batch is split into more micro-batches of the same
+      size, so that it needs no more memory, and not into larger ones.
+  """
+
+  when: Growth = dataclasses.field(default_factory=lambda: Growth.built_in()["BySchedule"]())
+  follow: Follow = "sqrt"
+  factor: Annotated[int, ">= 2"] = 2
+  max_batch_size: Count | None = None
+  more_micro_batches: bool = False
+
+  def micro_batches(self, batch_size: int, config: Any) -> int:
+    """Return the number of micro-batches per step at a batch size."""
+    return config.accumulate_steps * (batch_size // config.batch_size) ** self.more_micro_batches
+
+
+def measuring(phases: Phases | AdaptiveBatch | Growing) -> str:
+  """Return the name of the class that chooses batch sizes during the run; "" without one."""
+  rule = phases.when if isinstance(phases, Growing) and phases.when.decide else phases
+  return "" if isinstance(rule, Phases | Growing) else type(rule).__name__

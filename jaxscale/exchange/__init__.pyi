@@ -17,3 +17,4 @@ from .settings import HalfPrecision as HalfPrecision
 from .settings import Int8 as Int8
 from .settings import LocalSGD as LocalSGD
 from .settings import OneBit as OneBit
+from .settings import SyncEASGD as SyncEASGD

@@ -11,12 +11,22 @@ differ only in the outer optimizer, which is an optax transformation of D:
     local SGD        W = W - D                             mean of the workers
     DiLoCo           v = m v + D;  W = W - r (D + m v)     Nesterov, arXiv:2311.08105
     block momentum   S = n S + z D;  W = W - S - n S       with Nesterov, else W - S
+    elastic          W = W - b D                           Sync EASGD, arXiv:1708.02983
 
 Block momentum (BMUF; Chen and Huo, ICASSP 2016) follows Microsoft CNTK,
 Source/1BitSGD/V2BlockMomentumSGD.h, where the stored anchor includes the Nesterov step.
 CNTK sums over the N workers: S = n S + (1 - n) b N D. With its defaults n = 1 - 1/N and
-b = 1 this equals z = 1 on the mean, the definition used here. The train step is in
-`jaxscale.training.local_step`.
+b = 1 this equals z = 1 on the mean, the definition used here.
+
+With elastic averaging (Zhang, Choromanska and LeCun, arXiv:1412.6651, eq. 5 and 6; in every
+step and synchronously in Sync EASGD of You, Buluc and Demmel, SC17, eq. 1 and 2) the N workers
+do not start from W, which is their moving average. In the step of a synchronization, with
+a = b / N, the gradient g_k and both W and w_k of before the step,
+
+    w_k = w_k - r g_k - a (w_k - W)
+    W   = W + a sum_k (w_k - W)
+
+with b = 0.9 in arXiv:1412.6651, section 5. The train step is in `jaxscale.training.local_step`.
 """
 
 import math
@@ -41,11 +51,18 @@ class LocalUpdate(NamedTuple):
     outer: optimizer for the gradient D; its state has the size of the parameters.
     reset_momentum: set the momentum of the workers' inner optimizers to 0 when they
       synchronize.
+    elastic: share a of its distance from the anchor by which a worker moves towards it when
+      they synchronize; None: all workers start again from the anchor.
+    worker_steps: for each worker, the steps that it takes of the H between two
+      synchronizations, the first ones; () takes all. A worker that takes fewer steps comes
+      less far, and D is still the plain mean over the workers.
   """
 
   every: int
   outer: optax.GradientTransformation
   reset_momentum: bool = False
+  elastic: float | None = None
+  worker_steps: tuple[int, ...] = ()
 
 
 class BlockMomentumState(NamedTuple):
@@ -130,6 +147,21 @@ def block_momentum(
 
   outer = optax.GradientTransformation(init, update)
   return LocalUpdate(every, outer, reset_momentum)
+
+
+def elastic_averaging(every: int, num_workers: int, *, rate: float = 0.9) -> LocalUpdate:
+  """Return elastic averaging: workers are pulled towards their moving average.
+
+  Args:
+    every: number of steps H between synchronizations; 1 in Sync EASGD.
+    num_workers: number of workers N.
+    rate: moving rate b of the anchor; each worker is pulled by b / N.
+
+  Example:
+    >>> elastic_averaging(4, 10, rate=0.9).elastic
+    0.09
+  """
+  return LocalUpdate(every, optax.sgd(rate), elastic=rate / num_workers)
 
 
 def block_steps(worker_batch: int, block_samples: int = BLOCK_SAMPLES) -> int:

@@ -15,10 +15,11 @@ from jaxscale import collectives, exchange
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import invalid
+from jaxscale.exchange import local_updates
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
-__all__ += ["LocalSGD", "OneBit"]
+__all__ += ["LocalSGD", "OneBit", "SyncEASGD"]
 
 _BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
@@ -153,7 +154,7 @@ class EveryStep(Sync):
 
   is_local_sgd = False
 
-  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate | None:
+  def build(self, context: SyncContext) -> local_updates.LocalUpdate | None:
     return None
 
 
@@ -166,13 +167,37 @@ class LocalSGD(Sync):
     sync_every_steps: the number of steps between synchronizations.
     workers: the devices that form a worker; "device" (each device is one) or "replica" (all
       devices with the same index on mesh axis replica are one).
+    worker_steps: the number of steps between synchronizations that each worker takes, for
+      workers on slower devices, e.g. (50, 50, 50, 10); it skips the examples of the others. ()
+      takes all steps.
   """
 
   sync_every_steps: Count
   workers: Literal["device", "replica"] = "device"
+  worker_steps: Annotated[tuple[int, ...], ">= 1"] = ()
 
-  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
-    return exchange.local_updates.local_sgd(self.sync_every_steps)
+  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
+    return self._with_steps(local_updates.local_sgd(self.sync_every_steps), context)
+
+  def _with_steps(self, method: local_updates.LocalUpdate, context: SyncContext):
+    """Return the method with `worker_steps`.
+
+    Raises:
+      ConfigError: they do not fit the workers and steps.
+    """
+    steps, every, count = self.worker_steps, method.every, context.num_workers
+    if not steps:
+      return method
+    field = f"{type(self).__name__}.worker_steps"
+    if len(steps) != count:
+      problem = f"has {len(steps)} numbers for {count} workers"
+      raise invalid(field, steps, problem, "give one number per worker")
+    if max(steps) != every:
+      problem = f"has at most {max(steps)} steps, but workers synchronize every {every}"
+      raise invalid(field, steps, problem, f"give {every} for the fastest workers, and no more")
+    share = 1 - sum(steps) / (count * every)
+    context.note(f"{field}={steps}: {share:.1%} of the examples are not trained on")
+    return method._replace(worker_steps=steps)
 
 
 class DiLoCo(LocalSGD):
@@ -188,9 +213,9 @@ class DiLoCo(LocalSGD):
   outer_lr: Positive = 0.7
   outer_momentum: Fraction = 0.9
 
-  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
-    rate, momentum = self.outer_lr, self.outer_momentum
-    return exchange.local_updates.diloco(self.sync_every_steps, rate=rate, momentum=momentum)
+  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
+    options: Any = {"rate": self.outer_lr, "momentum": self.outer_momentum}
+    return self._with_steps(local_updates.diloco(self.sync_every_steps, **options), context)
 
 
 class BlockMomentum(LocalSGD):
@@ -214,12 +239,32 @@ class BlockMomentum(LocalSGD):
   nesterov: bool = True
   reset_momentum: bool = True
 
-  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
-    local_updates = exchange.local_updates
+  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
     every = self.sync_every_steps or local_updates.block_steps(context.worker_batch)
     given = context.num_train, every, context.worker_batch, context.num_workers
     if note := local_updates.check_samples(*given):
       context.note(note)
     options: Any = {"momentum": self.outer_momentum, "rate": self.outer_lr}
     options |= {"nesterov": self.nesterov, "reset_momentum": self.reset_momentum}
-    return local_updates.block_momentum(every, context.num_workers, **options)
+    method = local_updates.block_momentum(every, context.num_workers, **options)
+    return self._with_steps(method, context)
+
+
+class SyncEASGD(LocalSGD):
+  """Workers that are pulled towards their moving average (Sync EASGD, arXiv:1708.02983).
+
+  Workers keep parameters of their own. Evaluations and checkpoints use the moving average.
+
+  Attributes:
+    sync_every_steps: the number of steps between synchronizations.
+    moving_rate: the share of the distance to the workers' mean by which the moving average
+      moves at each synchronization; a worker moves towards the average by moving_rate / workers
+      of its own distance.
+  """
+
+  sync_every_steps: Count = 1
+  moving_rate: Fraction = 0.9
+
+  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
+    every, workers, rate = self.sync_every_steps, context.num_workers, self.moving_rate
+    return self._with_steps(local_updates.elastic_averaging(every, workers, rate=rate), context)

@@ -46,9 +46,10 @@ from jaxscale.mesh import batch_axes, batch_sharding, make_mesh, on_cpu, row_blo
 from jaxscale.metrics import perplexity_of, signed
 from jaxscale.metrics.text import listed
 from jaxscale.models.remat import functions_with_remat
+from jaxscale.parallel import deal
 from jaxscale.parallel.layout_exchange import exchange_axes
 from jaxscale.parallel.run_stack import PipelineGrads
-from jaxscale.parallel.specs import Layout, local_grad_shapes
+from jaxscale.parallel.specs import Layout, local_grad_shapes, replicated_layout
 from jaxscale.parallel.trainable import trainable_layout, trainable_part
 from jaxscale.training import nan_guard, types
 from jaxscale.training import state as states
@@ -144,6 +145,14 @@ class Experiment(RunParts, PhaseParts):
   def trained_layout(self) -> Layout | None:
     """Layout of the trained parameters; None means that everything is replicated."""
     return self.layout and trainable_layout(self.layout, self.trainable)
+
+  @property
+  def dealt_out(self) -> list[str]:
+    """Lines on the matrices that the optimizer deals out over the devices; [] if none."""
+    if self.sync is not None or self.mesh.size == 1:
+      return []
+    layout = self.trained_layout or replicated_layout(self.mesh)
+    return deal.summary(layout, self.tx, trainable_part(_params(self.model), self.trainable))
 
   @property
   def best_metric(self) -> str | None:
@@ -386,7 +395,8 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  tx = make_optimizer(config, schedule, warmup, momentum)
+  factors = model_parts.make_factors(config, train_data.info, model)
+  tx = make_optimizer(config, schedule, warmup, momentum, factors)
   rows = model_parts.rows_of_device(derived, phase)
   batch = abstract_rows(train_data.info, row_blocks(mesh))
   chosen, why = remat.choose(config, model, layout, tx, batch, rows, parts.memory)

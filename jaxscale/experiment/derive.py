@@ -7,10 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from jaxscale import config as cfg
 from jaxscale import optim
 from jaxscale.errors import invalid
 from jaxscale.experiment.microbatches import bn_span_of, over_devices
+from jaxscale.experiment.own_classes import build, guarded
 from jaxscale.experiment.phases import Phase, plan
 from jaxscale.mesh import mesh_shape
 from jaxscale.metrics.text import listed, plural
@@ -102,13 +107,13 @@ def derive(
     raise invalid("data.sequence_length", length, problem, "give more text or a smaller length")
   size, num_microbatches, lr = config.batch_size, config.accumulate_steps, config.optimizer.lr
   _check_batch("Config.batch_size", size, num_train, start_blocks, num_microbatches)
-  phases = _phases(config, num_train, chosen)
-  _check_phases(config, phases, num_train, start_blocks)
-  phases = over_devices(config, phases, blocks, start_blocks)
   warmup_steps, unit = config.schedule.warmup_steps, "steps"
   if warmup_steps is None:
     warmup_steps = round(config.schedule.warmup_epochs * num_train / size)
     unit = "epochs"
+  phases = _phases(config, num_train, chosen, warmup_steps)
+  _check_phases(config, phases, num_train, start_blocks)
+  phases = over_devices(config, phases, blocks, start_blocks)
   if warmup_steps >= schedule_steps(config, phases, num_train) > 1:
     value = getattr(config.schedule, f"warmup_{unit}")
     problem = f"takes {warmup_steps} of the run's {phases[-1].stop} steps"
@@ -155,7 +160,7 @@ def _check_phases(
   """Raise if the batch of a phase does not fit the devices and the data."""
   for phase in phases:
     size, num_microbatches = phase.batch_size, phase.accumulate_steps
-    most = num_train if isinstance(config.phases, cfg.Phases) else size  # trials check sizes
+    most = size if isinstance(config.phases, cfg.AdaptiveBatch) else num_train  # trials check
     _check_batch("Phases.batch_sizes", size, most, num_devices, num_microbatches)
     if config.noise_scale and num_devices * num_microbatches == 1:
       problem = "needs two gradients per step, but one device has one micro-batch"
@@ -180,23 +185,99 @@ def _check_batch(
     raise invalid(field, batch_size, problem, f"give {f'{below} or ' * bool(below)}{below + unit}")
 
 
-def _phases(config: cfg.Config, num_train: int, chosen: Sequence[int]):
-  settings, in_steps = config.phases, False
+def build_schedule(config: cfg.Config, peak_lr: float, context: cfg.ScheduleContext) -> Any:
+  """Return the schedule of a config: step of Config.batch_size examples -> learning rate."""
+  expected = "a function of the step"
+  schedule = build(config.schedule, peak_lr, context, kind=callable, expected=expected)
+  return guarded(config.schedule, " (schedule)", schedule)
+
+
+def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list[float]:
+  """Return the numbers of examples after which a growing batch may grow.
+
+  Raises:
+    ConfigError: the rule does not fit the schedule, or is not a valid one of the user.
+  """
+  settings, size = config.phases, config.batch_size
+  assert isinstance(settings, cfg.Growing) and config.epochs is not None  # checked by Config
+  total = config.epochs * num_train
+
+  def rates() -> np.ndarray:
+    steps = max(math.ceil(total / size), 1)
+    context = cfg.ScheduleContext(steps, warmup_steps, num_train / size)
+    schedule = build_schedule(config, 1.0, context)
+    return np.asarray(jax.vmap(schedule)(jnp.arange(steps + 1)), np.float32)
+
+  context = cfg.GrowthContext(size, settings.factor, num_train, total, rates)
+  points = [*build(settings.when, context, kind=(tuple, list), expected="a tuple of numbers")]
+  is_empty = not points or next_size(config, size, num_train) is None
+  if is_empty or points != sorted({*points}) or points[0] <= 0:
+    most = min(settings.max_batch_size or num_train, num_train)
+    problem = f"never grows: it has the points {points} and at most {most:,} examples"
+    fix = "give positive, increasing points and a larger max_batch_size"
+    raise invalid("Growing.when", type(settings.when).__name__, problem, fix)
+  return points
+
+
+def next_size(config: cfg.Config, batch_size: int, num_train: int) -> int | None:
+  """Return the batch size after a growth; None if it would be above the largest."""
+  assert isinstance(config.phases, cfg.Growing)
+  larger = batch_size * config.phases.factor
+  return larger if larger <= min(config.phases.max_batch_size or num_train, num_train) else None
+
+
+def _phases(
+  config: cfg.Config, num_train: int, chosen: Sequence[int], warmup_steps: int
+) -> tuple[Phase, ...]:
+  settings, total, size = config.phases, config.epochs, config.batch_size
+  if isinstance(settings, cfg.Phases):
+    starts = settings.starts
+    counts = settings.accumulate_steps or [config.accumulate_steps] * len(starts)
+    images = settings.image_sizes or [None] * len(starts)
+    sizes = settings.batch_sizes or [size] * len(starts)
+    limits: Any = {"total_epochs": total, "total_steps": config.steps}
+    in_steps = bool(settings.steps)
+    return plan(starts, sizes, counts, images, num_train=num_train, in_steps=in_steps, **limits)
+  assert total is not None  # checked by Config
   if isinstance(settings, cfg.AdaptiveBatch):
-    assert config.epochs is not None  # checked by Config
-    count = max(math.ceil(config.epochs / settings.every_epochs), 1)
-    starts = [i * settings.every_epochs for i in range(count)]
-    known = list(chosen) or [config.batch_size]
-    sizes, num_microbatches, images = known + [known[-1]] * (count - len(known)), (), ()
-  else:
-    starts, sizes, in_steps = settings.starts, settings.batch_sizes, settings.steps
-    num_microbatches, images = settings.accumulate_steps, settings.image_sizes
-  n = len(starts)
-  sizes = sizes or [config.batch_size] * n
-  num_microbatches, images = num_microbatches or [config.accumulate_steps] * n, images or [None] * n
-  limits: Any = {"total_epochs": config.epochs, "total_steps": config.steps}
-  limits |= {"num_train": num_train, "in_steps": bool(in_steps)}
-  return plan(starts, sizes, num_microbatches, images, **limits)
+    each = settings.every_epochs
+    points = [i * each * num_train for i in range(1, max(math.ceil(total / each), 1))]
+    return _grown(config, num_train, points, [*chosen] or [size], is_open=True)
+  points, sizes = growth_points(config, num_train, warmup_steps), [*chosen] or [size]
+  if not (is_measured := settings.when.decide is not None):
+    while len(sizes) <= len(points) and (n := next_size(config, sizes[-1], num_train)):
+      sizes.append(n)
+  is_open = is_measured and next_size(config, sizes[-1], num_train) is not None
+  return _grown(config, num_train, points, sizes, is_open=is_open)
+
+
+def _grown(
+  config: cfg.Config, num_train: int, points: Sequence[float], sizes: list[int], *, is_open: bool
+) -> tuple[Phase, ...]:
+  """Return the phases of a run whose batch size may change after `points` examples.
+
+  Phases of equal size are joined, so that they share a compiled step.
+
+  Args:
+    config: the settings.
+    num_train: the number of training examples.
+    points: the numbers of examples after which the size may change.
+    sizes: the size from the start and from each point on, as far as it is known.
+    is_open: whether the size after the next point is still to be decided; the last phase then
+      begins there, with the size before.
+  """
+  known = [*zip([0.0, *points], sizes, strict=False)]
+  parts = [x for i, x in enumerate(known) if i == 0 or x[1] != known[i - 1][1]]
+  if is_open := is_open and len(known) <= len(points):
+    parts.append((points[len(known) - 1], known[-1][1]))
+  starts, sizes = map(list, zip(*parts, strict=True))
+  asked, growing = config.accumulate_steps, isinstance(config.phases, cfg.Growing)
+  counts = [config.phases.micro_batches(size, config) if growing else asked for size in sizes]
+  assert config.epochs is not None  # checked by Config
+  total = config.epochs * num_train
+  phases = plan(starts, sizes, counts, [None] * len(sizes), num_train=1, total_epochs=total)
+  is_open = is_open and phases[-1].ordinal == len(parts) - 1
+  return (*phases[:-1], phases[-1]._replace(is_decided=not is_open))
 
 
 def device_summary(config: cfg.Config, derived: Derived) -> str | None:
@@ -210,9 +291,11 @@ def device_summary(config: cfg.Config, derived: Derived) -> str | None:
   num_blocks, start = derived.row_blocks, max(derived.start_devices // each, 1)
   if num_blocks == start:
     return None
-  asked = getattr(config.phases, "accumulate_steps", ())
   phases, usual = derived.phases, config.accumulate_steps
+  asked = getattr(config.phases, "accumulate_steps", ())
   then = [asked[phase.ordinal] if asked else usual for phase in phases]
+  if isinstance(config.phases, cfg.Growing):
+    then = [config.phases.micro_batches(phase.batch_size, config) for phase in phases]
   now = [phase.accumulate_steps for phase in phases]
   before, rows = (
     [s.batch_size // (n * m) for s, m in zip(phases, counts, strict=True)]

@@ -19,6 +19,7 @@ from jaxscale.errors import invalid
 from jaxscale.experiment.derive import Derived
 from jaxscale.experiment.loss import AnyLoss, abstract_rows, sum_notes, trace_steps
 from jaxscale.experiment.own_classes import build, guarded, guarded_parts, user_errors
+from jaxscale.experiment.parametrization import Factors, base_config, leaf_factors, with_init
 from jaxscale.experiment.phases import Phase
 from jaxscale.experiment.row_mixing import mixes_rows
 from jaxscale.mesh import BN_AXIS, BatchNormSpan, batch_norm_span, mesh_shape
@@ -90,6 +91,33 @@ def make_model(
     ConfigError: the model does not fit the data, or its build failed or returned
       something else.
   """
+  model = _make_model(config, info, mesh, span, train)
+  if isinstance(config.parametrization, cfg.Standard):
+    return model
+  base = _make_model(base_config(config), info)
+  return with_init(model, base, leaf_factors(config, model, base))
+
+
+def make_factors(config: cfg.Config, info: Any, model: Model) -> Factors:
+  """Return the factors of each parameter by path; {} with the Standard parametrization.
+
+  Args:
+    config: the config of the model.
+    info: description of the data.
+    model: the result of `make_model`.
+  """
+  if isinstance(config.parametrization, cfg.Standard):
+    return {}
+  return leaf_factors(config, model, _make_model(base_config(config), info))
+
+
+def _make_model(
+  config: cfg.Config,
+  info: data.DatasetInfo | data.TextInfo,
+  mesh: Mesh | None = None,
+  span: BatchNormSpan | None = None,
+  train: bool = True,
+) -> Model:
   dtype, info = jnp.dtype(config.activations), _seen_by_loss(config, info)
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)

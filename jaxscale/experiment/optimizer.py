@@ -7,6 +7,7 @@ schedule at its own count of steps, which skipped steps also advance (`nan_guard
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -16,8 +17,8 @@ from optax import Schedule
 
 from jaxscale import config as cfg
 from jaxscale import optim
-from jaxscale.experiment.derive import Derived, schedule_steps
-from jaxscale.experiment.own_classes import build, guarded, guarded_parts
+from jaxscale.experiment.derive import Derived, build_schedule, schedule_steps
+from jaxscale.experiment.own_classes import build, guarded_parts
 from jaxscale.experiment.phases import Phase
 
 Rule = Literal["none", "linear", "sqrt", "neutral"]  # scaling of lr and momentum
@@ -32,9 +33,7 @@ def make_schedule(config: cfg.Config, derived: Derived) -> Schedule:
   total = schedule_steps(config, derived.phases, derived.num_train)
   total = max(math.ceil(total), 1)
   context = cfg.ScheduleContext(total, derived.warmup_steps, per_epoch)
-  expected = "a function of the step"
-  schedule = build(config.schedule, derived.peak_lr, context, kind=callable, expected=expected)
-  return guarded(config.schedule, " (schedule)", schedule)
+  return build_schedule(config, derived.peak_lr, context)
 
 
 def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
@@ -50,7 +49,7 @@ def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
 def phase_schedule(config: cfg.Config, derived: Derived, phase: Phase) -> Schedule:
   """Return the schedule of a phase: step of the run -> learning rate."""
   schedule = make_schedule(config, derived)
-  if len(derived.phases) == 1:
+  if isinstance(config.phases, cfg.Phases) and derived.phases == (phase,):
     return schedule
   return within_phase(schedule, phase, config.batch_size, phase_rate(config, phase)[0])
 
@@ -104,9 +103,21 @@ def follow_batch_size(
 
 
 def make_optimizer(
-  config: cfg.Config, schedule: Schedule, warmup_steps: int = 0, momentum: float | None = None
+  config: cfg.Config,
+  schedule: Schedule,
+  warmup_steps: int = 0,
+  momentum: float | None = None,
+  factors: Mapping[str, optim.LeafFactors] | None = None,
 ) -> optax.GradientTransformation:
-  """Build the optimizer, with clipping by the global norm and layer-wise lr decay."""
+  """Build the optimizer, with clipping by the global norm and layer-wise lr decay.
+
+  Args:
+    config: the config of the run.
+    schedule: the learning rate as a function of the step.
+    warmup_steps: the number of warm-up steps.
+    momentum: the momentum that replaces the setting; None keeps it.
+    factors: the factors of the parametrization by path; None means none.
+  """
   masks = ("^layers/", "^(embed|head)/") if config.model.is_stack else ()
   context = cfg.OptimizerContext(momentum, warmup_steps, *map(optim.matching, masks))
 
@@ -117,9 +128,11 @@ def make_optimizer(
   optimizer = build(config.optimizer, schedule, context, kind=is_optax, expected=expected)
   if isinstance(optimizer, optax.GradientTransformation):  # not with extra arguments
     optimizer = guarded_parts(config.optimizer, " ({})", optimizer)
-  chain = [optimizer]
+  chain = [optim.with_factors(optimizer, factors)] if factors else [optimizer]
   if config.clip_norm is not None:
     chain.insert(0, optax.clip_by_global_norm(config.clip_norm))
   if config.layer_decay is not None:
     chain.append(optim.layerwise_rate_decay(config.layer_decay, config.layer_order))
+  if factors:
+    chain.insert(0, optim.scale_by_path({path: f.multiplier for path, f in factors.items()}))
   return optax.chain(*chain)

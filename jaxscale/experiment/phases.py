@@ -27,6 +27,7 @@ class Phase(NamedTuple):
     image_size: size of the training images; None means the size in the data.
     ordinal: index among the phases in the settings, of which those without a step are
       left out.
+    is_decided: False for a phase before which the run decides on its batch size.
   """
 
   start: int
@@ -36,6 +37,7 @@ class Phase(NamedTuple):
   accumulate_steps: int
   image_size: int | None
   ordinal: int = 0
+  is_decided: bool = True
 
 
 def plan(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.config import Config, Phases
 from jaxscale.errors import invalid, printable
 from jaxscale.files import read_json, whole_number, write_json
 from jaxscale.jobs import folder as folders
@@ -131,7 +131,7 @@ def trials(
     problem = "is not set, and a batch study needs a target"
     raise invalid("Config.target_accuracy", ..., problem, fix)
   phases = config.phases
-  if isinstance(phases, AdaptiveBatch) or phases.batch_sizes:
+  if not isinstance(phases, Phases) or phases.batch_sizes:
     problem, name = "changes the batch size during the run", type(phases).__name__
     raise invalid("Config.phases", name, problem, "remove the batch sizes from the phases")
   if accumulate_steps and len(accumulate_steps) != len(batch_sizes):

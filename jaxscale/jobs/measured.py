@@ -164,7 +164,7 @@ def read(path: Path) -> MeasuredRun:
   if not derived["phases"]:
     raise ConfigError(f"{workdir}/config.json: derived.phases is empty; {_REMEDY}")
   shapes = {(phase["batch_size"], phase["image_size"]) for phase in derived["phases"]}
-  if len(shapes) > 1 or config["phases"]["class"] == "AdaptiveBatch":
+  if len(shapes) > 1 or config["phases"]["class"] != "Phases":
     raise ConfigError(f"{name}: the {CHANGES}; compare runs with --config.phases=Phases")
   if not (lines := read_metrics(workdir / "metrics.jsonl")):
     raise NotBegunError(f"{name}: has not logged a step yet, so there is nothing to report")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.config import AdaptiveBatch, Config
+from jaxscale.config import Config, Phases
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import folder as folders
@@ -62,7 +62,7 @@ def prepare(
   texts = sweeps.as_texts({"log.step_report": True, **(overrides or {})})
   first = job_handle.checked_loader(config)(texts)
   phases = first.phases
-  if isinstance(phases, AdaptiveBatch) or phases.batch_sizes or phases.image_sizes:
+  if not isinstance(phases, Phases) or phases.batch_sizes or phases.image_sizes:
     raise ConfigError(f"{path}: the {CHANGES}; give --config.phases=Phases")
   prepared = []
   for size in nodes:

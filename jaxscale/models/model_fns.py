@@ -29,11 +29,13 @@ class ModelFns(NamedTuple):
     apply: (params, model_state, inputs, train, keys) -> (outputs, model_state). Outputs are
       a tree of arrays [rows, ...].
     inputs: batch -> inputs of `apply`, an array or a tree of arrays.
+    out_first: whether kernels are [out, in] instead of [in, out].
   """
 
   init: Any
   apply: Any
   inputs: Callable[[dict[str, Any]], Any] = inputs_of
+  out_first: bool = False
 
 
 def init_shapes(init: Callable[[jax.Array], Any]) -> Any:

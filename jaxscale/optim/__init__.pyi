@@ -26,6 +26,12 @@ from .momentum import scale_by_rate_and_momentum as scale_by_rate_and_momentum
 from .momentum import sgd as sgd
 from .orthogonalized import muon as muon
 from .orthogonalized import scale_by_muon as scale_by_muon
+from .parametrization import Leaf as Leaf
+from .parametrization import LeafFactors as LeafFactors
+from .parametrization import mup as mup
+from .parametrization import scale_by_path as scale_by_path
+from .parametrization import with_depth as with_depth
+from .parametrization import with_factors as with_factors
 from .schedules import Warmup as Warmup
 from .schedules import scale_learning_rate as scale_learning_rate
 from .schedules import warmup_cosine as warmup_cosine
@@ -36,9 +42,12 @@ from .settings import LARS as LARS
 from .settings import SGD as SGD
 from .settings import SOAP as SOAP
 from .settings import AdamW as AdamW
+from .settings import CompleteP as CompleteP
 from .settings import Cosine as Cosine
 from .settings import LarsVariant as LarsVariant
 from .settings import Muon as Muon
+from .settings import MuP as MuP
 from .settings import Optax as Optax
 from .settings import Polynomial as Polynomial
+from .settings import Standard as Standard
 from .settings import Steps as Steps

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
-from jaxscale.optim.layers import in_float32, matrix_labels
+from jaxscale.optim.layers import in_float32, is_injected, matrix_labels
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.matrices import MatrixState, init_matrices, map_matrices
 
@@ -174,7 +174,9 @@ def scale_by_soap(
     >>> tx = optax.chain(scale_by_soap(), optax.scale_by_learning_rate(3e-3))
   """
   decay = b2 if shampoo_beta is None else shampoo_beta
-  dealt: Any = {"stacked": stacked, "cost": functools.partial(_cost, max_precond_dim)}
+  every = 1 if is_injected(precondition_frequency) else precondition_frequency
+  cost = functools.partial(_flops, every, max_precond_dim)
+  dealt: Any = {"stacked": stacked, "cost": cost}
 
   def start(shape: tuple[int, int], dtype: Any):
     def side(n: int):
@@ -215,10 +217,13 @@ def scale_by_soap(
   return optax.GradientTransformation(init, update)
 
 
-def _cost(max_precond_dim: int, inputs: int, outputs: int) -> float:
-  """Return the cost of a step: rotations, products and, now and then, power iterations."""
-  sides = [n for n in (inputs, outputs) if n <= max_precond_dim]
-  return sum(inputs * outputs * n + n**3 for n in sides) or inputs * outputs
+def _flops(every: int, longest: int, inputs: int, outputs: int) -> float:
+  """Return the FLOPs of a step: on each side four products, and its part of an iteration.
+
+  A power iteration of n x n multiplies (2 n^3) and has a QR decomposition with Q (8/3 n^3).
+  """
+  sides = [n for n in (inputs, outputs) if n <= longest]
+  return sum(8 * inputs * outputs * n + 14 / 3 * n**3 / every for n in sides)
 
 
 def _turned(x: jax.Array) -> jax.Array:

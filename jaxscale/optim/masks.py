@@ -17,7 +17,7 @@ Mask = str | MaskFn
 
 
 # Names of vectors, which Equinox and Haiku keep with further dims of 1, e.g. (64, 1, 1).
-_VECTORS = {"bias", "b", "scale", "offset"}
+VECTORS = {"bias", "b", "scale", "offset"}
 
 
 def kernels(params: Any) -> Any:
@@ -33,7 +33,7 @@ def kernels(params: Any) -> Any:
   """
 
   def is_kernel(path: Any, x: Any):
-    is_vector = path_name(path).split("/")[-1] in _VECTORS
+    is_vector = path_name(path).split("/")[-1] in VECTORS
     return sum(n > is_vector for n in x.shape) > 1
 
   return jax.tree.map_with_path(is_kernel, params)

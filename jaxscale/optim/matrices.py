@@ -46,7 +46,7 @@ from jaxscale.optim.masks import Mask
 from jaxscale.optim.tree_paths import path_name
 
 Shape = tuple[int, int]  # of a matrix: inputs, outputs
-Cost = Callable[[int, int], float]  # (inputs, outputs) -> relative cost of the function
+Cost = Callable[[int, int], float]  # (inputs, outputs) -> FLOPs of the function for one matrix
 
 
 class Leaf(NamedTuple):
@@ -110,8 +110,8 @@ class Dealer(NamedTuple):
 
 
 def cubic(inputs: int, outputs: int) -> float:
-  """Return the cost of functions that multiply a matrix by square ones: in out min(in, out)."""
-  return inputs * outputs * min(inputs, outputs)
+  """Return the FLOPs of a product of a matrix and a square one: 2 in out min(in, out)."""
+  return 2 * inputs * outputs * min(inputs, outputs)
 
 
 def map_matrices(
@@ -133,7 +133,8 @@ def map_matrices(
       `optax.masked` or `optax.partition` hide are left out.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
       matrices. None means that no leaf is stacked.
-    cost: (inputs, outputs) -> relative cost of the function, by which matrices are dealt out.
+    cost: (inputs, outputs) -> FLOPs of the function for one matrix, by which matrices are dealt
+      out.
     state: state from `init_matrices` with the same `stacked` and `cost`; None means no state.
 
   Returns:
@@ -209,6 +210,27 @@ def saved_rows(state: Any) -> dict[str, list[str]]:
   nodes = jax.tree.leaves_with_path(state, is_leaf=is_dealt)
   found = [(path_name(path), x) for path, x in nodes if is_dealt(x)]
   return {f"{path}/by_shape/{key}": [*names] for path, x in found for key, names in x.rows}
+
+
+def dealt_matrices(tx: Any, params: Any) -> list[tuple[Leaf, float]]:
+  """Return the parameters that an optimizer gives to `map_matrices`, and the FLOPs for a matrix.
+
+  Args:
+    tx: the optimizer, an optax transformation.
+    params: the parameters, or their shapes and dtypes.
+  """
+  found: list[tuple[Leaf, float]] = []
+
+  def apply(_: Any, leaves: Sequence[Leaf], arrays: Any, cost: Cost, by_shape: Any):
+    found.extend((leaf, cost(*leaf.matrix)) for leaf in leaves)
+    return list(arrays), by_shape
+
+  def step(params: Any):
+    with dealt_by(Dealer(_rows, apply)):
+      return tx.update(params, tx.init(params), params)
+
+  jax.eval_shape(step, params)
+  return found
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ Nesterov momentum, too (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -35,11 +36,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
-from jaxscale.optim.layers import in_float32, matrix_labels
+from jaxscale.optim.layers import in_float32, is_injected, matrix_labels
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.matrices import map_matrices
 from jaxscale.optim.newton_schulz import JORDAN, orthogonalize
 
+NS_STEPS = 5
 
 
 class MuonState(NamedTuple):
@@ -188,13 +190,14 @@ def scale_by_muon(
 
     mu = jax.tree.map(lambda g, v: momentum * v + (1 - momentum) * g, updates, state.mu)
     moved = jax.tree.map(step, updates, mu)
-    moved = map_matrices(whole_step, moved, stacked=stacked, cost=_flops)
+    cost = functools.partial(_flops, NS_STEPS if is_injected(ns_steps) else ns_steps)
+    moved = map_matrices(whole_step, moved, stacked=stacked, cost=cost)
     return moved, MuonState(count, mu)
 
   return optax.GradientTransformation(init, update)
 
 
-def _flops(inputs: int, outputs: int) -> float:
-  """Return the FLOPs of a Newton-Schulz iteration: two products with x, and s s."""
+def _flops(steps: int, inputs: int, outputs: int) -> float:
+  """Return the FLOPs of Newton-Schulz iterations: in each two products with x, and s s."""
   small, large = sorted((inputs, outputs))
-  return 4 * small**2 * large + 2 * small**3
+  return steps * (4 * small**2 * large + 2 * small**3)

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxscale import optim  # Lazy: its names load on first use.
-from jaxscale.config import bounds
+from jaxscale.config import bases, bounds
 from jaxscale.config.bases import Optimizer, OptimizerContext, Schedule, ScheduleContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import ConfigError, invalid, message_of
@@ -16,9 +16,11 @@ from jaxscale.errors import ConfigError, invalid, message_of
 if TYPE_CHECKING:
   import optax
 
+  from jaxscale.optim.parametrization import LeafFactors
+
 # The names for --config.optimizer= (HOMES in config/choice.py lists this module).
 __all__ = ["LAMB", "LARS", "SGD", "SOAP", "AdamW", "Cosine", "Muon", "Optax", "Polynomial"]
-__all__ += ["Steps"]
+__all__ += ["CompleteP", "MuP", "Standard", "Steps"]
 
 _Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
 _Clipped = Literal["larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip"]
@@ -74,6 +76,7 @@ class SGD(_Decaying):
   momentum_correction: Literal["never", "warmup", "always"] = "never"
 
   follows_batch_neutrally = has_resettable_momentum = True
+  update_rule = "sgd"
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.sgd(schedule, **_options(self, context))
@@ -128,6 +131,8 @@ class AdamW(_Decaying):
   eps: Positive = 1e-8
   weight_decay: NonNegative = 1e-4
 
+  update_rule = "adam"
+
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.adamw(schedule, **_options(self, context))
 
@@ -151,6 +156,8 @@ class LAMB(AdamW):
   bias_correction: bool = True
   phi_max: Annotated[float | None, "> 0"] = None
   trust_clip: bool = False
+
+  update_rule = ""  # The trust ratio multiplies the rate by the norm of the parameter.
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     return optim.lamb(schedule, **_options(self, context))
@@ -194,6 +201,8 @@ class Muon(_Decaying):
   b2: Fraction = 0.999
   eps: Positive = 1e-8
 
+  update_rule = "muon"
+
   def __post_init__(self):
     super().__post_init__()
     given = self.ns_coeffs
@@ -236,6 +245,8 @@ class SOAP(AdamW):
   precondition_frequency: Count = 10
   max_precond_dim: Count = 10_000
   embeddings: Literal["adamw", "soap"] = "adamw"
+
+  update_rule = ""  # No rule of transfer is published for its rotated moments.
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
@@ -391,3 +402,80 @@ class Steps(Warmup):
     boundaries = [round(epoch * context.per_epoch) for epoch in self.boundaries]
     steps, rise = context.warmup_steps, self.rise(peak, context)
     return optim.warmup_steps(peak, steps, boundaries, factor=self.factor, **rise)
+
+
+class Standard(bases.Parametrization):
+  """Initialization of the model, and one learning rate for all parameters."""
+
+  def build(self, context: bases.ParametrizationContext) -> dict[str, LeafFactors]:
+    return {}
+
+
+class MuP(bases.Parametrization):
+  """Maximal update parametrization (arXiv:2203.03466): learning rates transfer across widths.
+
+  Initialization, learning rate, weight decay and eps of each parameter follow from the growth of
+  its dims since a base model; with the sizes of the base model nothing changes. For AdamW, Muon
+  and SGD. `jaxscale describe` prints the factors.
+
+  Attributes:
+    base: the fields of the model that differ in the base model, e.g. {"width": 64,
+      "num_layers": 2}.
+    outputs: the regular expression that selects the kernels of output layers by their paths;
+      None decides by shapes, which Equinox's do not allow.
+  """
+
+  base: dict[str, int | float | str | tuple[int, ...]] = dataclasses.field(default_factory=dict)
+  outputs: str | None = None
+
+  def __post_init__(self):
+    if self.outputs is not None:
+      bounds.check_pattern("MuP.outputs", self.outputs, "give e.g. '^head/kernel$'")
+
+  def build(self, context: bases.ParametrizationContext) -> dict[str, LeafFactors]:
+    leaves, outputs = context.leaves, self.outputs
+    factors = optim.mup(leaves, context.rule, outputs=outputs, out_first=context.out_first)
+    if context.is_tied:  # The table cannot hold the multiplier, but the norm before it can.
+      norms = [path for path in leaves if path.startswith("head/")]
+      if not norms:
+        problem = "has no place for the multiplier of a tied output layer without a norm in `head`"
+        raise invalid("Config.parametrization", type(self).__name__, problem, "untie it")
+      for path in norms:
+        out = leaves[path].shape[0] / leaves[path].base[0]
+        factors[path] = factors[path]._replace(multiplier=1 / out)
+    name = "q_norm" if any("/q_norm/" in path for path in leaves) else "q"
+    for path in leaves:
+      if path.startswith(f"layers/{name}/"):
+        scale = factors[path].multiplier * context.query_scale
+        factors[path] = factors[path]._replace(multiplier=scale)
+    return factors
+
+
+class CompleteP(MuP):
+  """CompleteP (arXiv:2505.01618): learning rates transfer across widths and depths.
+
+  MuP, with the outputs of residual branches scaled by (num_layers / base num_layers)^-alpha. For
+  AdamW and Muon, and models that are a stack of layers.
+
+  Attributes:
+    alpha: the exponent of the depth; 1 in CompleteP, 0.5 to compare.
+    branch_ends: the regular expression that selects the last kernel and bias of residual branches.
+  """
+
+  alpha: Annotated[float, "in [0.5, 1]"] = 1.0
+  branch_ends: str = "^layers/(o|down)/"
+
+  def __post_init__(self):
+    super().__post_init__()
+    bounds.check_pattern("CompleteP.branch_ends", self.branch_ends, "give e.g. '^layers/(o|down)/'")
+
+  def build(self, context: bases.ParametrizationContext) -> dict[str, LeafFactors]:
+    factors, leaves = super().build(context), context.leaves
+    if not any(leaf.in_layers for leaf in leaves.values()):
+      problem = "needs a model that is a stack of layers (Transformer, ViT, models.Stack)"
+      raise invalid("Config.parametrization", "CompleteP", problem, "use MuP")
+    if context.rule == "sgd" and context.depth != 1:
+      problem = "has no rule for SGD and another number of layers"
+      fix = "use AdamW or Muon, or the number of layers of the base model"
+      raise invalid("Config.parametrization", "CompleteP", problem, fix)
+    return optim.with_depth(factors, leaves, context.depth, self.alpha, self.branch_ends)

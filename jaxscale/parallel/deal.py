@@ -14,39 +14,51 @@ and an all-gather along these axes follows 3. Along an axis that splits the laye
 (`stage`) each device deals out its own layers.
 
 Matrices are dealt out by cost: the most expensive first, each to the device with the least work
-so far. The result depends only on shapes, layout and cost, so that all processes agree on it. Each
-owner has its matrices in the order of their classes, which are matrices of one shape and one
-split. Matrices of a class that every owner has are computed together, and the rest one by one,
-each under a condition.
+so far. The result depends only on shapes, layout and cost, so that all processes agree on it. An
+owner computes matrices of one shape and split, a class, together. Owners with different numbers of
+matrices take different branches of one condition.
 
 With N devices that split the P elements of the matrices, and R that hold the same parts, a device
 gets P / (N R) elements in each all-to-all, and P / N in the all-gather if R > 1, up to the padding
-of all owners to the greatest load.
+of all owners to the greatest load. Sharing over R devices saves (1 - 1 / R) of the FLOPs and sends
+as much of the results. So a matrix with fewer FLOPs per byte than the devices compute while they
+send a byte is not shared along these axes: each group of N devices computes it. Large models are
+exchanged in chunks, so that one is sent while another is computed.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import names
 from jaxscale.errors import invalid
-from jaxscale.optim.matrices import Cost, Dealer, Leaf, Shape, as_text
+from jaxscale.metrics.text import plural
+from jaxscale.optim.matrices import Cost, Dealer, Leaf, Shape, as_text, dealt_matrices
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.specs import Layout
 
 Axes = tuple[str, ...]
 _MOST_AT_A_TIME = 2**24  # elements of matrices that a function gets at a time
+_CHUNK = 2**24  # elements of an owner's matrices in a chunk, 64 MiB in float32
+_MOST_CHUNKS = 4
+# FLOPs per byte from which sharing pays. An H100 computes 310 TFLOP/s in TF32 (half of the 620 of
+# benchmarks/compiled_gpu.py in bfloat16) while it sends 370 GB/s by NVLink or 45 between nodes:
+# 800 or 6,900. Two CPU cores compute about 0.1 TFLOP/s per 1.25 GB/s of 10 Gb/s Ethernet.
+_SHARED_FROM = {"cpu": 80}
+_SHARED_FROM_ELSEWHERE = 2000
 
 
 class _Class(NamedTuple):
@@ -69,19 +81,19 @@ class _Group(NamedTuple):
   Attributes:
     across: axes that split the matrices, over which they are sent.
     layers: axes that split the layers of stacks.
-    others: axes along which devices hold the same parts.
-    leaves: indices of the leaves.
+    others: axes along which devices hold the same parts and share the matrices.
     classes: the classes of matrices.
     owned: for each owner, in the order of `others` and `across`: for each class, the pairs
       (leaf, layer among those of a device) that it owns.
+    dtype: dtype of the matrices.
   """
 
   across: Axes
   layers: Axes
   others: Axes
-  leaves: list[int]
   classes: list[_Class]
   owned: list[list[list[tuple[int, int]]]]
+  dtype: Any
 
 
 def make_dealer(layout: Layout) -> Dealer:
@@ -91,56 +103,98 @@ def make_dealer(layout: Layout) -> Dealer:
     >>> with dealt_by(make_dealer(layout)):                    # doctest: +SKIP
     ...   updates, state = tx.update(grads, state, params)
   """
-  plan = functools.cache(lambda leaves, cost: _Plan(layout, leaves, cost))
+  plan = functools.cache(functools.partial(_Plan, layout))
 
   def rows(leaves: Sequence[Leaf], cost: Cost) -> Mapping[str, list[str]]:
     if layout.shapes is None and layout.mesh.size > 1:
       fix = "give make_init and make_train_step a layout (parallel.make_layout)"
       raise invalid("init_matrices", ..., "needs the shapes of the parameters", fix)
-    return plan(tuple(leaves), cost).rows()
+    return plan(tuple(leaves), cost, True).rows()
 
   def apply(function: Any, leaves: Sequence[Leaf], arrays: Any, cost: Cost, by_shape: Any):
-    return plan(tuple(leaves), cost).apply(function, arrays, by_shape)
+    return plan(tuple(leaves), cost, bool(by_shape)).apply(function, arrays, by_shape)
 
   return Dealer(rows, apply)
+
+
+def summary(layout: Layout, tx: optax.GradientTransformation, params: Any) -> list[str]:
+  """Return a line for each kind of exchange of the optimizer's matrices; [] if there are none.
+
+  Args:
+    layout: the layout of the parameters that are trained.
+    tx: the optimizer.
+    params: these parameters, or their shapes and dtypes.
+  """
+  found = dealt_matrices(tx, params)
+  costs = {leaf.matrix: flops for leaf, flops in found}
+  plan = _Plan(layout, [leaf for leaf, _ in found], lambda *shape: costs[shape], False)
+  totals: dict[Any, Any] = {}
+  for group in plan.groups:
+    key = group.across, group.layers, group.others
+    counts = [sum(map(len, owned)) for owned in group.owned]
+    totals[key] = np.add(totals.get(key, 0), counts)
+  lines = []
+  for (across, layers, others), counts in totals.items():
+    count, owners = (n * plan.size(layers) for n in (sum(counts), len(counts)))
+    line = f"optimizer: {count} whole matrices dealt out over {plural(owners, 'device')}, "
+    line += f"at most {max(counts)} on each"
+    line += f"; two all-to-alls along {' and '.join(across)}" if across else ""
+    line += f"; an all-gather along {' and '.join(others)}" if others else ""
+    again = plan.mesh.size // owners
+    lines.append(line + f"; {again} groups of devices compute the same" * (again > 1))
+  return lines
 
 
 class _Plan:
   """The owners of some leaves' matrices under a layout."""
 
-  def __init__(self, layout: Layout, leaves: Sequence[Leaf], cost: Cost):
+  def __init__(self, layout: Layout, leaves: Sequence[Leaf], cost: Cost, has_state: bool):
     self.mesh, self.leaves = layout.mesh, leaves
     self.sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1}
     self.specs = [_spec(layout, leaf) for leaf in leaves]
+    platform = self.mesh.devices.flat[0].platform
+    self.shared_from = 0 if has_state else _SHARED_FROM.get(platform, _SHARED_FROM_ELSEWHERE)
     self.groups = list(self._groups(cost))
 
   def size(self, axes: Axes) -> int:
     return math.prod(self.sizes[a] for a in axes)
 
-  def _groups(self, cost: Cost):
+  def _groups(self, cost: Cost) -> Iterator[_Group]:
     members: dict[Any, list[int]] = {}
     for i, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
-      of_layers = self._ordered(spec[0]) if leaf.stacked else ()
+      layers = self._ordered(spec[0]) if leaf.stacked else ()
       across = self._ordered(itertools.chain(*spec[int(leaf.stacked) :]))
-      members.setdefault((leaf.dtype, across, of_layers), []).append(i)
-    for (_, across, layers), indices in members.items():
-      others = self._ordered(set(self.sizes) - {*across, *layers})
-      kinds = [self._class(i) for i in indices]
-      classes = sorted(set(kinds))
-      owners: list[list[list[Any]]]
-      owners = [[[] for _ in classes] for _ in range(self.size(others + across))]
-      loads, held = [0.0] * len(owners), [0] * len(owners)
-      matrices = [
-        (-cost(*kind.matrix), i, layer, kind)
-        for i, kind in zip(indices, kinds, strict=True)
-        for layer in range(self.leaves[i].count // self.size(layers))
-      ]
-      for negative, i, layer, kind in sorted(matrices):
-        owner = min(range(len(owners)), key=lambda j: (loads[j], held[j], j))
-        owners[owner][classes.index(kind)].append((i, layer))
-        loads[owner] -= negative
-        held[owner] += math.prod(kind.matrix)
-      yield _Group(across, layers, others, indices, classes, owners)
+      size = math.prod(leaf.matrix) * jnp.dtype(leaf.dtype).itemsize
+      is_shared = cost(*leaf.matrix) >= self.shared_from * size
+      others = self._ordered(set(self.sizes) - {*across, *layers}) if is_shared else ()
+      members.setdefault((across, layers, others, leaf.dtype), []).append(i)
+    for (across, layers, others, dtype), indices in members.items():
+      for owned in self._chunks(indices, layers, self.size(others + across), cost):
+        kinds = sorted({self._class(i) for own in owned for i, _ in own})
+        by_class = [[[m for m in own if self._class(m[0]) == k] for k in kinds] for own in owned]
+        yield _Group(across, layers, others, kinds, by_class, dtype)
+
+  def _chunks(
+    self, indices: list[int], layers: Axes, count: int, cost: Cost
+  ) -> list[list[list[tuple[int, int]]]]:
+    """Deal matrices out; return the matrices of each owner, (leaf, layer), for each chunk."""
+    matrices = [
+      (-cost(*self.leaves[i].matrix), i, layer)
+      for i in indices
+      for layer in range(self.leaves[i].count // self.size(layers))
+    ]
+    elements = sum(math.prod(self.leaves[i].matrix) for _, i, _ in matrices)
+    chunks = min(max(elements // (count * _CHUNK), 1), _MOST_CHUNKS)
+    loads, owned, of_class = [0.0] * count, [[] for _ in range(count)], collections.Counter()
+    for negative, i, layer in sorted(matrices):
+      kind = self._class(i)
+      owner = min(range(count), key=lambda j, k=kind: (loads[j], of_class[j, k], j))
+      owned[owner].append((loads[owner], i, layer))
+      loads[owner] -= negative
+      of_class[owner, kind] += 1
+    ends = [max(loads) * (chunk + 1) / chunks for chunk in range(chunks)]
+    parts = [[[m[1:] for m in own if end - ends[0] <= m[0] < end] for own in owned] for end in ends]
+    return [owned for owned in parts if any(owned)]
 
   def _ordered(self, axes: Any) -> Axes:
     chosen = set(axes)
@@ -175,21 +229,18 @@ class _Plan:
     """Apply the function to all matrices, at their owners."""
 
     def on_device(arrays: list[Any], by_shape: dict[str, Any]):
-      results, states = list(arrays), {key: [] for key in by_shape}
-      taken = dict.fromkeys(by_shape, 0)
+      found, states, taken = {}, {}, {}
       for group in self.groups:
-        wire = _Wire(self, group)
-        buffer = wire.gather(arrays)
-        for index, kind in enumerate(group.classes):
-          key, slots, rows = as_text(kind.matrix), wire.slots[index], None
-          if key in by_shape:
-            first = taken[key]
-            rows = jax.tree.map(lambda x, i=first, n=slots: x[i : i + n], by_shape[key])
-            taken[key] += slots
-          buffer, rows = wire.compute(function, buffer, index, rows)
-          states.setdefault(key, []).append(rows)
-        for i, x in zip(group.leaves, wire.scatter(buffer), strict=True):
-          results[i] = x
+        wire, rows = _Wire(self, group), []
+        for kind, slots in zip(group.classes, wire.slots, strict=True):
+          key = as_text(kind.matrix)
+          first, taken[key] = taken.get(key, 0), taken.get(key, 0) + slots
+          rows.append(_rows(by_shape.get(key), first, slots))
+        buffer, rows = wire.compute(function, wire.gather(arrays), rows)
+        found |= wire.scatter(buffer)
+        for kind, state in zip(group.classes, rows, strict=True):
+          states.setdefault(as_text(kind.matrix), []).append(state)
+      results = [self._leaf(found, i, x.shape) for i, x in enumerate(arrays)]
       joined = {key: jax.tree.map(lambda *x: jnp.concatenate(x), *states[key]) for key in by_shape}
       return results, joined
 
@@ -197,6 +248,11 @@ class _Plan:
     where = specs, P(self.mesh.axis_names)
     mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=where, out_specs=where)
     return mapped(list(arrays), by_shape)
+
+  def _leaf(self, found: dict[tuple[int, int], Any], i: int, shape: tuple[int, ...]) -> jax.Array:
+    """Return a device's part of a leaf from the results of its matrices."""
+    count = shape[0] if self.leaves[i].stacked else 1
+    return jnp.stack([found[i, layer] for layer in range(count)]).reshape(shape)
 
 
 class _Wire:
@@ -210,11 +266,9 @@ class _Wire:
     self.plan, self.group = plan, group
     self.senders = plan.size(group.across)
     self.parts = [math.prod(kind.matrix) // self.senders for kind in group.classes]
-    self.counts = np.array([[len(own) for own in owned] for owned in group.owned])
-    ends = np.cumsum(self.counts * self.parts, axis=1)
-    self.starts = ends - self.counts * self.parts
-    self.length = int(ends[:, -1].max())
-    self.slots = [int(n) for n in self.counts.max(axis=0)]
+    self.counts = [tuple(map(len, owned)) for owned in group.owned]
+    self.length = max(int(np.dot(counts, self.parts)) for counts in self.counts)
+    self.slots = [max(counts) for counts in zip(*self.counts, strict=True)]
 
   def gather(self, arrays: Sequence[Any]) -> jax.Array:
     """Return the parts of this device's matrices, [senders, elements]."""
@@ -222,7 +276,7 @@ class _Wire:
     def for_owner(owned: Any):
       flat = [self._layers(arrays[i], i)[layer].reshape(-1) for i, layer in itertools.chain(*owned)]
       if not flat:
-        return jnp.zeros(self.length, arrays[self.group.leaves[0]].dtype)
+        return jnp.zeros(self.length, self.group.dtype)
       flat = jnp.concatenate(flat)
       return jnp.pad(flat, (0, self.length - flat.size))
 
@@ -232,35 +286,31 @@ class _Wire:
     buffer = lax.dynamic_index_in_dim(buffer, lax.axis_index(others) if others else 0, 0, False)
     return lax.all_to_all(buffer, across, 0, 0) if across else buffer
 
-  def compute(self, function: Any, buffer: Any, index: int, rows: Any) -> tuple[Any, Any]:
-    """Replace the matrices of a class by their results; return the buffer and the state."""
-    group, size = self.group, self.parts[index]
-    everyone = int(self.counts[:, index].min())
-    axes = group.others + group.across
-    me = lax.axis_index(axes) if axes else 0
-    start = jnp.asarray(self.starts[:, index])[me]
-    buffer = vary(buffer, self.plan.mesh.axis_names)
+  def compute(self, function: Any, buffer: Any, rows: list[Any]) -> tuple[Any, list[Any]]:
+    """Replace this device's matrices by their results; return the buffer and the state."""
+    axes, numbers = self.group.others + self.group.across, sorted(set(self.counts))
+    branches = [functools.partial(self._compute, function, counts) for counts in numbers]
+    operands = vary(buffer, self.plan.mesh.axis_names), rows
+    if len(branches) == 1:
+      return branches[0](operands)
+    table = jnp.asarray([numbers.index(counts) for counts in self.counts])
+    return lax.switch(table[lax.axis_index(axes)], branches, operands)
 
-    def replace(first: int, count: int, operands: Any):
-      buffer, rows = operands
-      at = 0, start + first * size
-      parts = lax.dynamic_slice(buffer, at, (self.senders, count * size))
-      whole, new = _in_turn(function, self._whole(parts, index), _rows(rows, first, count))
-      buffer = lax.dynamic_update_slice(buffer, self._parts(whole, index), at)
-      put = lambda x, y: lax.dynamic_update_slice_in_dim(x, y, first, 0)  # noqa: E731
-      return buffer, jax.tree.map(put, rows, new)
+  def _compute(self, function: Any, counts: tuple[int, ...], operands: Any) -> Any:
+    buffer, rows = operands
+    parts, states, start = [], [], 0
+    for index, (count, state) in enumerate(zip(counts, rows, strict=True)):
+      if count:
+        own = buffer[:, start : start + count * self.parts[index]]
+        whole, new = _in_turn(function, self._whole(own, index), _rows(state, 0, count))
+        parts.append(self._parts(whole, index))
+        state = jax.tree.map(lambda x, y, n=count: jnp.concatenate([x, y[n:]]), new, state)
+        start += own.shape[1]
+      states.append(state)
+    return jnp.concatenate([*parts, buffer[:, start:]], axis=1), states
 
-    operands = buffer, rows
-    if everyone:
-      operands = replace(0, everyone, operands)
-    for slot in range(everyone, self.slots[index]):
-      is_used = jnp.asarray(self.counts[:, index])[me] > slot
-      one = functools.partial(replace, slot, 1)
-      operands = lax.cond(is_used, one, lambda operands: operands, operands)
-    return operands
-
-  def scatter(self, buffer: jax.Array) -> list[jax.Array]:
-    """Return this device's part of the result of each leaf of the group."""
+  def scatter(self, buffer: jax.Array) -> dict[tuple[int, int], jax.Array]:
+    """Return this device's part of the result of each matrix, flat, by leaf and layer."""
     group, found = self.group, {}
     if group.across:
       buffer = lax.all_to_all(buffer, group.across, 0, 0)
@@ -275,16 +325,7 @@ class _Wire:
         for matrix in own:
           found[matrix] = buffer[owner, start : start + size]
           start += size
-    leaves = []
-    for i in group.leaves:
-      shape = self._local(i)
-      count = shape[0] if self.plan.leaves[i].stacked else 1
-      leaves.append(jnp.stack([found[i, layer] for layer in range(count)]).reshape(shape))
-    return leaves
-
-  def _local(self, i: int) -> list[int]:
-    pairs = zip(self.plan.leaves[i].shape, self.plan.specs[i], strict=True)
-    return [n // self.plan.size(axes) for n, axes in pairs]
+    return found
 
   def _layers(self, x: jax.Array, i: int) -> Any:
     return x if self.plan.leaves[i].stacked else [x]

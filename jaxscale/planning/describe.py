@@ -14,6 +14,7 @@ import jax
 from jaxscale import hlo
 from jaxscale.experiment import build
 from jaxscale.experiment import make_layout as layout_parts
+from jaxscale.experiment.model import make_factors
 from jaxscale.metrics.text import table
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.placement import HOST
@@ -31,7 +32,7 @@ def describe(experiment: build.Experiment) -> str:
   state = experiment.abstract_state()
   compiled: Any = experiment.lower_train_step(state).compile()
   sent = hlo.summary(hlo.collectives(compiled, experiment.mesh))
-  parts = [_head(experiment), _parameters(state.params), _state(state)]
+  parts = [_head(experiment), _parameters(state.params), _factors(experiment), _state(state)]
   parts += [_memory(compiled), f"collectives of one step, of one device:\n{sent}"]
   dtype = experiment.config.dtype
   # The collectives of a CPU differ from those of an accelerator.
@@ -51,7 +52,9 @@ def _head(experiment: build.Experiment) -> str:
   if "model" in mesh.axis_names:
     lines.append(f"layout.model (along model): {layout.model}")
   again = ", and each stage again from its input" * ("stage" in mesh.axis_names)
-  return "\n".join([*lines, f"layout.remat: {experiment.remat}{again}", *experiment.notes])
+  return "\n".join(
+    [*lines, f"layout.remat: {experiment.remat}{again}", *experiment.dealt_out, *experiment.notes]
+  )
 
 
 def _parameters(params: Any) -> str:
@@ -69,6 +72,17 @@ def _parameters(params: Any) -> str:
   total = sum(map(_bytes, leaves)) / 1e6
   rows.append((f"{count:,} parameters", "", "", "", f"{total:,.3f}"))
   return table(("parameter", "shape", "dtype", "split", "MB/device"), rows, left=range(4))
+
+
+def _factors(experiment: build.Experiment) -> str:
+  """Return the factors of the parametrization, one line per parameter that has some; or ""."""
+  config, rows = experiment.config, []
+  factors = make_factors(config, experiment.train_data.info, experiment.model)
+  for path, f in factors.items():
+    values = f.stored(config.optimizer.update_rule)
+    rows += [(path, f.kind, *(f"{x:.4g}" for x in values))] if {*values} != {1} else []
+  head = (f"{type(config.parametrization).__name__}: factors of", "kind", "init", "lr", "decay")
+  return table((*head, "eps"), rows, left=(0, 1)) if factors else ""
 
 
 def _state(state: Any) -> str:

@@ -53,6 +53,8 @@ class Shapes(NamedTuple):
     parameters: the number of parameters.
     others: the number of parameters outside the stack of layers.
     moments: the bytes of the optimizer state.
+    matrices: the number of parameters in matrices that the optimizer deals out (`parallel.deal`).
+    matrix_flops: the FLOPs of the optimizer for all of these matrices in a step.
     layers: the number of layers in the stack; 1 if the model has no stack.
     outputs: the elements per token in the outputs of all products with weights of the
       stack; 0 if the model is not a stack.
@@ -67,6 +69,8 @@ class Shapes(NamedTuple):
   parameters: int
   others: int
   moments: int
+  matrices: int
+  matrix_flops: float
   layers: int
   outputs: int
   vocab: int
@@ -93,7 +97,9 @@ def shapes_of(experiment: Any) -> Shapes:
   """
   import jax
 
+  from jaxscale.optim.matrices import dealt_matrices
   from jaxscale.optim.tree_paths import path_name
+  from jaxscale.parallel.trainable import trainable_part
   from jaxscale.training.flops import FORWARD_AND_BACKWARD
 
   config, state = experiment.config, experiment.abstract_state()
@@ -102,6 +108,8 @@ def shapes_of(experiment: Any) -> Shapes:
   stack = [shape for name, shape in params if name.startswith("layers/")]
   parameters = sum(math.prod(shape) for _, shape in params)
   flops = experiment.example_flops / FORWARD_AND_BACKWARD
+  trained = trainable_part(state.params, experiment.trainable)
+  dealt = [] if experiment.sync else dealt_matrices(experiment.tx, trained)
   tokens = 1
   if config.model.is_stack:
     products = 2 * sum(math.prod(shape) for shape in stack if len(shape) == 3)
@@ -109,6 +117,8 @@ def shapes_of(experiment: Any) -> Shapes:
   return Shapes(
     parameters=parameters,
     moments=collectives.payload_bytes(state.opt_state),
+    matrices=sum(math.prod(leaf.shape) for leaf, _ in dealt),
+    matrix_flops=sum(leaf.count * flops for leaf, flops in dealt),
     others=parameters - sum(math.prod(shape) for shape in stack),
     layers=stack[0][0] if stack else 1,
     outputs=sum(shape[0] * shape[2] for shape in stack if len(shape) == 3),
@@ -138,6 +148,8 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
   sizes = dataclasses.asdict(one.mesh)
+  of_matrices = shapes.matrix_flops / math.prod(sizes.values())
+  compute += of_matrices / (at["peak_float32"] * at.get("matmul", 0.5))
   for kind, axes, payload, times in _sent(part):
     sent = Collective(kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None)
     took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
@@ -214,6 +226,8 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
   axes = _SLOW_AXES if layout.shard in ("fsdp", "zero2") else (*_SLOW_AXES, "fsdp")
   times = num_microbatches if layout.slow_axes == "in_backward" else 1
   yield "all-reduce", axes, 4 * part.grads, times
+  if shapes.matrices:
+    yield from _dealt(part)
   if mesh.stage > 1:
     yield "collective-permute", ("stage",), part.between * shapes.width * size, 2 * ticks
   if mesh.model == 1:
@@ -234,3 +248,16 @@ def _sent(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
       yield "all-to-all", axes, block, 2 * times
     else:
       yield "collective-permute", axes, block, 2 * times * (mesh.model - 1) * 0.8
+
+
+def _dealt(part: _Part) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
+  """Yield the collectives of an optimizer that deals matrices out (`parallel.deal`)."""
+  layout, sizes = part.one.layout, dataclasses.asdict(part.one.mesh)
+  splits = {"fsdp": layout.shard != "none", "model": part.blocks > part.one.mesh.stage}
+  across = tuple(a for a, is_split in splits.items() if is_split and sizes[a] > 1)
+  others = tuple(a for a, n in sizes.items() if n > 1 and a not in (*across, "stage"))
+  held = 4 * part.shapes.matrices / part.one.mesh.stage / math.prod(sizes[a] for a in across)
+  if across:
+    yield "all-to-all", across, held / math.prod(sizes[a] for a in others), 2
+  if others:
+    yield "all-gather", others, held, 1

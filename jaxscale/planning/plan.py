@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,8 @@ class Plan(NamedTuple):
       if it was not found.
     run: the length of the run; None for text, which plan does not read.
     job: the predicted job; None for text, which plan does not read.
+    growth: the savings of a growing batch by number of devices; () for a constant batch, for
+      text, and if the programs have one number of rows.
     compiled: the names of the chips that programs were compiled for.
     seconds: the seconds of compilation.
   """
@@ -71,6 +74,7 @@ class Plan(NamedTuple):
   knee: int | None
   run: job.RunLength | None
   job: job.Job | None
+  growth: tuple[job.Saving, ...]
   compiled: tuple[str, ...]
   seconds: float
 
@@ -124,7 +128,10 @@ def make_plan(
   compiled = [first, *_second(config, chips, first, rows)]
   step = step_plan.step_on(config, compiled, rates, first.devices, first.rows)
   strong, weak, skipped = _scaling(config, compiled, rates, rows)
-  run = job.run_of(experiment)
+  run, grows = job.run_of(experiment), ()
+  if run and len(compiled) > 1:
+    sized = functools.partial(step_plan.step_on, config, compiled, rates)
+    grows = job.savings(experiment, {s.devices: s for s in (step, *strong)}.values(), sized)
   return Plan(
     config=config,
     chips=chips,
@@ -139,7 +146,8 @@ def make_plan(
     skipped=skipped,
     knee=_knee(strong),
     run=run,
-    job=job.job_of(run, step, rates) if run else None,
+    job=job.job_of(run, step, rates, grows[0].seconds if grows else None) if run else None,
+    growth=grows,
     compiled=tuple(f"{chips.kind} x {c.devices}" for c in compiled),
     seconds=sum(c.fit.seconds for c in compiled),
   )
@@ -257,6 +265,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
   page |= dict(skipped=[*plan.skipped], knee=plan.knee)
   for name, part in (("run", plan.run), ("job", plan.job)):
     page[name] = part._asdict() if part else None
+  page["growth"] = [saving._asdict() for saving in plan.growth]
   machine = dataclasses.asdict(plan.rates.machine)
   page["machine"] = {n: v for n, v in machine.items() if v not in (None, ())}
   page["constants"] = {n: c._asdict() for n, c in sorted(plan.rates.constants.items())}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import indent
 
+from jaxscale.config.phase_settings import measuring
 from jaxscale.files import output_path
 from jaxscale.metrics.plot import CURVES, IDEAL, POINTS, figure, titled
 from jaxscale.metrics.text import duration, grouped, plural, short_time, table
@@ -24,8 +25,8 @@ def text(plan: Plan) -> str:
   Example:
     >>> print(text(make_plan(config, "h100-256")))               # doctest: +SKIP
   """
-  parts = _head, _memory, _sent, _step, _scaling, _run, _constants
-  return "\n\n".join(part(plan) for part in parts)
+  parts = _head, _memory, _sent, _step, _scaling, _growth, _run, _constants
+  return "\n\n".join(text for part in parts if (text := part(plan)))
 
 
 def _head(plan: Plan) -> str:
@@ -43,6 +44,7 @@ def _head(plan: Plan) -> str:
     lines.append("the chip has no bfloat16: rates and bytes are those of float16")
   if plan.chips.chip.platform == "cuda" and plan.chips.kind not in TARGETS:
     lines.append("the program is that of an H100, as XLA cannot compile for this GPU without one")
+  lines += plan.fit.experiment.dealt_out
   if not plan.fit.is_good:
     lines.append("the step does not fit: times assume chips with enough memory")
   return "\n".join(lines)
@@ -138,6 +140,26 @@ def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[st
   step = weak or strong
   assert step is not None
   return (f"{step.devices:,}", f"{step.nodes:,}", *cells, *more)
+
+
+def _growth(plan: Plan) -> str:
+  """Return what a growing batch saves, or nothing for a constant one."""
+  if not plan.growth:
+    return ""
+  first, rows = plan.growth[0], []
+  for s in sorted(plan.growth):
+    took, before = s.seconds["expected"], s.constant_seconds
+    row = f"{s.devices:,}", f"{s.nodes:,}", duration(before), duration(took)
+    rows.append((*row, f"{1 - took / before:.0%}"))
+  sizes = ", ".join(f"{n:,} at {size:,}" for size, n in first.steps.items())
+  total, measured = sum(first.steps.values()), measuring(plan.config.phases)
+  line = (
+    f"the growing batch takes {total:,} steps ({sizes}), {1 - total / first.constant_steps:.0%}"
+  )
+  line += f" fewer than the {first.constant_steps:,} at {min(first.steps):,}"
+  line += f"\n  if {measured} lets it grow whenever it decides" * bool(measured)
+  head = f"devices,{_node(plan)}s,constant batch,growing batch,saved"
+  return f"{line}\n{indent(table(head.split(','), rows), '  ')}"
 
 
 def _run(plan: Plan) -> str:

@@ -1,3 +1,5 @@
+from .branches import Comparison as Comparison
+from .branches import compare_branches as compare_branches
 from .callbacks import Callback as Callback
 from .callbacks import Stop as Stop
 from .learning_rates import LearningRates as LearningRates

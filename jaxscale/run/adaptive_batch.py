@@ -1,29 +1,30 @@
-"""CNTK's adaptive minibatch size: trials choose the batch size during the run.
+"""Batch sizes that a run chooses itself: by the rule of a growing batch, or by CNTK's trials.
 
-The rules are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
+The rules of `AdaptiveBatch` are those of CNTK's SGD.cpp (AdaptiveMinibatchSizing and
 SearchForBestMinibatchSize), with one difference: CNTK accepted a trial whose loss was NaN,
 and jaxscale rejects it.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 
-from jaxscale.config import AdaptiveBatch
+from jaxscale import cluster
+from jaxscale.config import AdaptiveBatch, Growing, GrowthPoint
 from jaxscale.errors import ConfigError
-from jaxscale.experiment import build
-from jaxscale.experiment.microbatches import over_devices
+from jaxscale.experiment.derive import next_size
 from jaxscale.experiment.optimizer import make_schedule
-from jaxscale.experiment.phases import examples_at, phase_index
+from jaxscale.experiment.own_classes import user_errors
+from jaxscale.experiment.phases import examples_at
 from jaxscale.files import require_json
 from jaxscale.metrics.log import logger
-from jaxscale.training.types import Batch, TrainState
+from jaxscale.run.branches import Branches
+from jaxscale.training import noise_scale
 
 FILE = "batch_sizes.json"  # in the workdir: the batch sizes chosen so far
 
@@ -80,50 +81,55 @@ def search(
   return best
 
 
-def choose(
-  experiment: build.Experiment,
-  state: TrainState,
-  train_batches: Callable[[build.Experiment], Iterator[Batch]],
-  poll: Callable[[], None] = lambda: None,
-) -> int:
-  """Choose a batch size by trials from this state, at the start of a phase.
+def choose(branches: Branches) -> tuple[int, dict[str, float]]:
+  """Return the batch size of the next steps, and the numbers that the choice is based on.
 
-  Args:
-    experiment: the experiment at the phase that has just ended.
-    state: the state after the last step of that phase, which is not changed.
-    train_batches: a function of an experiment that returns its next batches.
-    poll: called before every step of a trial, in all processes; an exception from it
-      ends the trials without a choice.
+  All processes call it at the start of a phase. A choice is logged in one line, a trial too.
+
+  Raises:
+    ConfigError: an error in a rule of the user.
   """
+  if isinstance(branches.experiment.config.phases, Growing):
+    return _grow(branches)
+  return _choose_by_trials(branches), {}
+
+
+def _grow(branches: Branches) -> tuple[int, dict[str, float]]:
+  experiment, state = branches.experiment, branches.state
+  config, derived, step = experiment.config, experiment.derived, int(state.step)
+  settings, size = config.phases, experiment.phase.batch_size
+  assert isinstance(settings, Growing)
+  larger, decide = next_size(config, size, derived.num_train), settings.when.decide
+  assert larger is not None and decide is not None  # Else nothing is to be decided.
+  tried = [branches.at_size(n, settings.micro_batches(n, config)) for n in (size, larger)]
+  fitting = [each for each in tried if each is not None]
+  branch = functools.partial(branches.side_by_side, fitting)
+  noise = tuple(noise_scale.read(state.noise).values())
+  point = step, examples_at(derived.phases, step), size, larger, noise, branch
+  grows, why, values = False, f"{larger:,} does not fit the devices and BatchNorm spans", {}
+  if len(fitting) == 2:
+    with user_errors(settings.when, ".decide"):
+      grows, why, values = decide(GrowthPoint(*point))
+  grows, why, values = cluster.from_leader((bool(grows), str(why), dict(values)))
+  text = f"grows from {size:,} to {larger:,}" if grows else f"stays {size:,}"
+  logger.info(f"step {step}  batch size {text}: {why}")
+  return (larger if grows else size), values
+
+
+def _choose_by_trials(branches: Branches) -> int:
+  """Choose a batch size as CNTK does."""
+  experiment, step = branches.experiment, int(branches.state.step)
   config, derived = experiment.config, experiment.derived
   settings = config.phases
   assert isinstance(settings, AdaptiveBatch)
-  step = int(state.step)
-  phase = derived.phases[phase_index(derived.phases, step)]
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on a different number of devices must try the same sizes.
   num_microbatches = asked if here > start else 1
   unit = math.lcm(settings.multiple, start * asked, here * num_microbatches)
 
-  def at_size(size: int) -> build.Experiment | None:
-    target = phase._replace(batch_size=size, accumulate_steps=asked)
-    try:
-      (tried,) = over_devices(config, [target], here, start)
-      return build.at_phase(experiment, tried)
-    except ConfigError:  # For example, bn_span may not divide this batch size.
-      return None
-
   def trial(size: int) -> float:
-    tried = tries[size]
-    train_step, losses = tried.compile_train_step(), []
-    copy = jax.tree.map(jnp.copy, state)
-    copy = build.enter_phase(config, experiment.phase, tried.phase, copy)
-    for batch in itertools.islice(train_batches(tried), settings.trial_steps):
-      poll()
-      copy, values = train_step(copy, batch)
-      losses.append(values["loss"])
-    loss = sum(x.item() for x in losses) / len(losses)
+    loss = float(branches.losses(tries[size], settings.trial_steps).mean())
     logger.info(f"step {step}  trial with batch size {size:,}: loss {loss:.4f}")
     return loss
 
@@ -133,7 +139,7 @@ def choose(
   change = rate / derived.peak_lr if done >= derived.warmup_steps else 1.0
   most = min(settings.max_batch_size, derived.num_train)
   sizes = candidates(previous, config.batch_size, maximum=most, multiple=unit, rate_change=change)
-  tries = {size: tried for size in sizes if (tried := at_size(size)) is not None}
+  tries = {size: x for size in sizes if (x := branches.at_size(size, asked)) is not None}
   if not set(tries) - {previous}:
     return previous
   return search(list(tries), trial, settings.margin, previous)

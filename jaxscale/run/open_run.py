@@ -15,8 +15,9 @@ from jaxscale import cluster, metrics
 from jaxscale.checkpoint import lock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cluster.environment import is_installed
-from jaxscale.config import AdaptiveBatch, CallbackContext, Config
+from jaxscale.config import CallbackContext, Config
 from jaxscale.config.loading import load_config
+from jaxscale.config.phase_settings import measuring
 from jaxscale.errors import invalid
 from jaxscale.experiment import build, own_classes
 from jaxscale.metrics.log import logger, shown
@@ -126,6 +127,6 @@ def build_callbacks(run: Run, more: Sequence[Callback]) -> Callbacks:
 
 def with_chosen_sizes(workdir: Path, experiment: build.Experiment) -> build.Experiment:
   """Return the experiment with the batch sizes that an adaptive run has chosen so far."""
-  if not isinstance(experiment.config.phases, AdaptiveBatch):
+  if not measuring(experiment.config.phases):
     return experiment
   return build.with_sizes(experiment, cluster.from_leader(adaptive_batch.read_chosen(workdir)))

@@ -84,14 +84,20 @@ class Reporter:
       self._writer.close("failed" if error else outcome)
 
   def enter(self, experiment: build.Experiment) -> None:
-    """Report that a phase begins."""
+    """Report that a phase begins, or that the one before continues."""
     notes = [n for n in experiment.notes if n not in self._experiment.notes]
+    continues = experiment.phase.start == self._experiment.phase.start
     self._experiment = experiment
     total, phase = experiment.derived.total_steps, experiment.phase
     self._progress.expect(total, self._examples(total))
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
-    logger.info(f"step {phase.start}  batch size is now {phase.batch_size:,}{size}")
+    if not continues:
+      rule = getattr(experiment.config.phases, "when", None)
+      why = f": {rule.why}" if rule is not None and rule.decide is None else ""
+      before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
+      text = f"batch size is now {phase.batch_size:,}{size} (lr {before:.4g} to {now:.4g}){why}"
+      logger.info(f"step {phase.start}  {text}")
     for note in notes:
       logger.info(note)
 

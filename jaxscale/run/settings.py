@@ -1,19 +1,21 @@
-"""Settings of the built-in callbacks. Imports no JAX."""
+"""Settings of the built-in callbacks and growth rules of the batch. Imports no JAX."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxscale import run  # Lazy: its names load on first use.
-from jaxscale.config.bases import Callback, CallbackContext
+from jaxscale.config import bases
+from jaxscale.config.bases import Callback, CallbackContext, Growth
 from jaxscale.config.bounds import Count, NonNegative, Positive
 from jaxscale.errors import invalid
 from jaxscale.metrics.plot import check_matplotlib
 from jaxscale.metrics.text import listed, plural
 
-# The names for --config.callbacks= (HOMES in config/choice.py lists this module).
-__all__ = ["EarlyStopping", "LearningRateFinder", "SampleWriter"]
+# The names for --config.callbacks= and phases.when= (HOMES in config/choice.py lists this).
+__all__ = ["AtExamples", "ByBranch", "ByNoiseScale", "BySchedule"]
+__all__ += ["EarlyStopping", "LearningRateFinder", "SampleWriter"]
 
 
 class EarlyStopping(Callback):
@@ -110,3 +112,104 @@ class SampleWriter(Callback):
 
   def build(self, context: CallbackContext) -> Any:
     return run.write_samples(context, **vars(self))
+
+
+class BySchedule(Growth):
+  """Growth wherever the schedule has divided the learning rate by `Growing.factor` again."""
+
+  why = "the schedule's learning rate has fallen by the same factor"
+
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    rates, steps = context.schedule(), []
+    top = int(rates.argmax())
+    if (rises := rates[top + 1 :] > rates[top:-1] * (1 + 1e-5)).any():
+      step = top + int(rises.argmax()) + 1
+      problem = f"needs a schedule that only falls after its peak; this one rises at step {step:,}"
+      raise invalid("Growing.when", "BySchedule", problem, "use AtExamples")
+    for power in range(1, 64):
+      # The tolerance keeps a rate that is exactly a half, but for rounding, at its step.
+      is_below = rates[top:] <= rates[top] / float(context.factor) ** power * (1 + 1e-5)
+      steps += [top + int(is_below.argmax())] if is_below.any() else []
+    return tuple(float(step * context.batch_size) for step in dict.fromkeys(steps))
+
+
+class AtExamples(Growth):
+  """Growth at given numbers of examples or epochs.
+
+  Attributes:
+    examples: the numbers of examples after which the batch grows.
+    epochs: the numbers of epochs after which the batch grows, in addition to `examples`.
+  """
+
+  examples: Annotated[tuple[int, ...], ">= 1"] = ()
+  epochs: Annotated[tuple[float, ...], "> 0"] = ()
+
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    points = {*map(float, self.examples), *(epoch * context.num_train for epoch in self.epochs)}
+    return tuple(sorted(points))
+
+
+class _Measured(Growth):
+  every_epochs: Positive = 1.0
+
+  def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
+    interval = self.every_epochs * context.num_train
+    return tuple(i * interval for i in range(1, math.ceil(context.total_examples / interval)))
+
+
+class ByNoiseScale(_Measured):
+  """Growth once the gradient noise scale is surely above the larger batch size.
+
+  The batch grows if the lower end of the 95 % interval of the noise scale, which averages about
+  200 steps, is at least `ratio` times the larger batch size. Only the interval decides: that of
+  a scale that is not measured yet is 0 to infinity, at which the batch stays.
+
+  Attributes:
+    every_epochs: the number of epochs between two decisions.
+    ratio: the lower end of the noise scale's interval, as a multiple of the larger batch size,
+      from which on the batch grows. At 1 a run takes about twice the least number of examples
+      (arXiv:1812.06162, eq. 2.11); higher values waste fewer.
+  """
+
+  ratio: Positive = 1.0
+
+  reads_noise_scale = True
+
+  def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
+    _, low, high = point.noise_scale
+    low, high, bound = low or 0.0, math.inf if high is None else high, self.ratio * point.larger
+    values = {"noise_scale_low": low, "noise_scale_high": high, "bound": bound}
+    within = f"the noise scale is {low:,.4g} to {high:,.4g} (95 %)"
+    why = "surely above" if low >= bound else "surely below" if high < bound else "perhaps below"
+    return low >= bound, f"{within}, {why} {bound:,.4g}", values
+
+
+class ByBranch(_Measured):
+  """Growth if a short branch at the larger batch size loses nothing on the same examples.
+
+  Copies of the state train at both batch sizes on the same next examples; the run itself does
+  not change. The batch grows if the training loss over the second half of these examples is
+  at most `margin` above that at the current size, standard error included. Measuring by
+  branches from a checkpoint follows arXiv:2505.23971 (abstract). Needs memory for a second
+  training state.
+
+  Attributes:
+    every_epochs: the number of epochs between two decisions.
+    steps: the number of steps at the larger batch size; both branches take as many examples.
+    margin: the allowed increase of the loss, as a share of the loss at the current batch size.
+  """
+
+  steps: Annotated[int, ">= 4"] = 20
+  margin: NonNegative = 0.01
+
+  def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
+    found = run.compare_branches(point.branch(self.steps))
+    bound = self.margin * abs(found.loss)
+    grows = found.difference + found.error <= bound
+    why = (
+      f"over {self.steps * point.larger:,} examples the loss is {found.larger_loss:.4f} at "
+      f"{point.larger:,} and {found.loss:.4f} at {point.batch_size:,}, a difference of "
+      f"{found.difference:.4f} ± {found.error:.4f}, {'not surely ' * (not grows)}at most "
+      f"{bound:.4f}"
+    )
+    return grows, why, found._asdict()

@@ -31,26 +31,27 @@ class StepCompiler:
       experiment: the experiment at the phase.
       lowering: the future of `Experiment.lower_train_step`, if it has started.
     """
-    if experiment.phase not in self._steps:
+    if (key := _key(experiment.phase)) not in self._steps:
       turn = self._turn()
 
       def compile_step():
         return experiment.compile_train_step(lowering and lowering.result(), turn)
 
-      self._steps[experiment.phase] = experiment, in_background(compile_step)
+      self._steps[key] = experiment, in_background(compile_step)
 
   def wait(self, experiment: build.Experiment) -> TrainStep:
     """Wait for the train step of the experiment's phase, and return it."""
     self.begin(experiment)
-    return self._steps[experiment.phase][1].result()
+    return self._steps[_key(experiment.phase)][1].result()
 
   def experiment_at(self, phase: Phase) -> build.Experiment | None:
     """Return the experiment whose step is compiled for a phase; None if there is none."""
-    return self._steps[phase][0] if phase in self._steps else None
+    return self._steps[_key(phase)][0] if _key(phase) in self._steps else None
 
   def forget_all_but(self, *phases: Phase) -> None:
     """Free the programs of other phases."""
-    self._steps = {phase: step for phase, step in self._steps.items() if phase in phases}
+    kept = {*map(_key, phases)}
+    self._steps = {key: step for key, step in self._steps.items() if key in kept}
 
   def fingerprint(self, experiment: build.Experiment) -> Future[replica_check.Fingerprint]:
     """Return the program that hashes a state, compiled once."""
@@ -65,6 +66,11 @@ class StepCompiler:
 
       self._fingerprint = in_background(compile_it)
     return self._fingerprint
+
+
+def _key(phase: Phase) -> Phase:
+  """Return a phase without what its program does not depend on, such as where it ends."""
+  return phase._replace(stop=0, ordinal=0, is_decided=True)
 
 
 def in_background(function: Callable[[], T]) -> Future[T]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 
 from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
-from jaxscale.config import AdaptiveBatch
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.mesh import host_shard
 from jaxscale.metrics.log import logger
 from jaxscale.run import adaptive_batch, hooks
+from jaxscale.run.branches import Branches
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.gc_pause import resume_gc
 from jaxscale.run.run import Run
@@ -64,7 +65,7 @@ def _train_phase(
   fingerprint = compiler.fingerprint(experiment) if _compares_replicas(experiment, step) else None
   following = phase_at(experiment, experiment.phase.stop)
   compiler.forget_all_but(experiment.phase, following)
-  if not is_adaptive(experiment) and compiler.experiment_at(following) is None:
+  if following.is_decided and compiler.experiment_at(following) is None:
     compiler.begin(build.at_phase(experiment, following))
   resume_gc()
   timed = reporter.timed(itertools.chain([first], batches))
@@ -110,24 +111,32 @@ def _enter_phase(
 ) -> tuple[build.Experiment, TrainState]:
   """Return the next phase's experiment, and the state with which it begins."""
   experiment, step = run.experiment, int(state.step)
-  before, phase = phase_at(experiment, step - 1), phase_at(experiment, step)
-  if is_adaptive(experiment):
-    chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(run.workdir)))
-    chosen = chosen or (experiment.config.batch_size,)
-    if phase.ordinal >= len(chosen):
-      ended, poll = build.at_phase(experiment, before), lambda: _poll(run, step)
-      with run.reporter.pause():
-        size = adaptive_batch.choose(ended, state, lambda tried: train_batches(tried, step), poll)
-      chosen += (chosen[-1],) * (phase.ordinal - len(chosen)) + (size,)
-      path = run.workdir / adaptive_batch.FILE
-      # A resumed run reads this choice and needs no second trial.
-      cluster.on_leader(lambda: metrics.write_json(path, chosen), "batch sizes")
-    experiment = build.with_sizes(experiment, chosen)
-    phase = phase_at(experiment, step)
+  before = phase_at(experiment, step - 1)
+  while not phase_at(experiment, step).is_decided:
+    experiment = build.with_sizes(experiment, _choose(run, experiment, state))
+  phase = phase_at(experiment, step)
   state = build.enter_phase(experiment.config, before, phase, state)
   if (compiled := compiler.experiment_at(phase)) is not None:
-    return compiled.replace(derived=experiment.derived), state
+    return compiled.replace(derived=experiment.derived, phase=phase), state
   return build.at_phase(experiment, phase), state
+
+
+def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[int, ...]:
+  """Return the batch sizes of the run so far, with the one that it chooses now."""
+  step, workdir = int(state.step), run.workdir
+  ended = build.at_phase(experiment, phase_at(experiment, step - 1))
+  parts = ended, state, lambda tried: train_batches(tried, step), lambda: _poll(run, step)
+  chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(workdir)))
+  chosen = chosen or (experiment.config.batch_size,)
+  with run.reporter.pause():
+    size, values = adaptive_batch.choose(Branches(*parts))
+  chosen += (size,)
+  # A resumed run reads this choice and needs no second trial.
+  write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
+  cluster.on_leader(write, "batch sizes")
+  values = {name: x for name, x in values.items() if math.isfinite(x)}
+  run.reporter.write(step, "growth", {"batch_size": float(size), **values})
+  return chosen
 
 
 def _poll(run: Run, step: int) -> None:
@@ -135,11 +144,6 @@ def _poll(run: Run, step: int) -> None:
   run.watch.at(step + 1, "compiling")
   if run.watch.stop.poll():
     raise StopRequested
-
-
-def is_adaptive(experiment: build.Experiment) -> bool:
-  """Return whether the run itself chooses its batch sizes."""
-  return isinstance(experiment.config.phases, AdaptiveBatch)
 
 
 def phase_at(experiment: build.Experiment, step: int) -> Phase:

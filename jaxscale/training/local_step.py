@@ -12,7 +12,8 @@ Checkpoints and evaluation therefore work as in synchronous training. Each devic
 its worker's parameters in full, and the inner optimizer runs on them inside
 `jax.shard_map`, so that norms (as in LARS) are correct. Every H steps, in a `lax.cond` on
 the step number, workers synchronize: the exchange averages their pseudo-gradients
-(anchor - parameters), and the outer optimizer moves the anchor. The equations are in
+(anchor - parameters), and the outer optimizer moves the anchor, from which all workers
+start again; with elastic averaging they only move towards it. The equations are in
 `jaxscale.exchange.local_updates`. In all other steps only metrics cross the network.
 
 The condition is part of the compiled step, so the loop, resuming and the order of the
@@ -62,6 +63,10 @@ from jaxscale.training.types import (
 Axes = tuple[str, ...]
 # Parameters, model state and the outer optimizer's state, the same on all devices.
 Anchor = tuple[Tree, Tree, Tree]
+WorkerUpdate = Callable[
+  [WorkerState, Tree, Batch, jax.Array, jax.Array], tuple[WorkerState, Totals, Metrics, Any]
+]
+_ACTIVE = "_active"  # metric: 1 if the worker took the step
 
 
 def make_local_train_step(
@@ -120,22 +125,25 @@ def make_local_train_step(
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   loss_fn = checked(loss_fn)
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
+  if method.worker_steps:
+    update = _some_steps(update, method, workers or axes, axes)
   synchronize = _make_synchronize(exchange, method, axes, options.skip_bad_steps)
 
   def device_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
-    worker = jax.tree.map(lambda x: x[0], stacked)
-    worker, totals, metrics, codes = update(worker, vary(anchor[0], axes), batch, key)
+    before = jax.tree.map(lambda x: x[0], stacked)
+    arguments = before, vary(anchor[0], axes), batch, key
+    worker, totals, metrics, codes = update(*arguments, step)
     is_due = ((step + 1) % method.every == 0) | (step + 1 == (last_step or 0))
     part = trainable_part(anchor[0], options.trainable), *anchor[1:]
-    part, worker, code = lax.cond(is_due, synchronize, _stay, part, worker)
+    sent = worker.params if method.elastic is None else before.params
+    part, worker, code = lax.cond(is_due, synchronize, _stay, part, worker, sent)
     if options.skip_bad_steps:
       totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       codes = jnp.append(codes, vary(code, axes))[None]
-    totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
-    metrics = means(totals) | metrics
+    metrics = _mean_metrics(totals, metrics, method, mesh)
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     worker = jax.tree.map(lambda x: x[None], worker)
@@ -163,15 +171,25 @@ def make_local_train_step(
   return checked_step(one_at_a_time(jitted, mesh), options)
 
 
+def _mean_metrics(totals: Totals, metrics: Metrics, method: LocalUpdate, mesh: Mesh) -> Metrics:
+  """Return the means of a device's totals and metrics over all workers that took the step."""
+  totals, metrics = lax.psum((totals, metrics), mesh.axis_names)
+  active = metrics.pop(_ACTIVE, mesh.size)
+  found = means(totals) | {name: x / active for name, x in metrics.items()}
+  if method.worker_steps:
+    found["active_workers"] = active * len(method.worker_steps) / mesh.size
+  return found
+
+
 def _make_worker_update(
   loss_fn: LossFn, tx: optax.GradientTransformation, mesh: Mesh, within: Axes, options: StepOptions
-) -> Callable[[WorkerState, Tree, Batch, jax.Array], tuple[WorkerState, Totals, Metrics, Any]]:
+) -> WorkerUpdate:
   """Return a worker's inner step on one device.
 
   Returns:
-    (worker, parameters of the anchor, batch, key) -> (worker, totals, further metrics of the
-    worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the codes
-    are int32 [3] and report what the device found, else ().
+    (worker, parameters of the anchor, batch, key, step) -> (worker, totals, further metrics of
+    the worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the
+    codes are int32 [3] and report what the device found, else ().
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
@@ -202,7 +220,8 @@ def _make_worker_update(
     grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     return grads, model_state, totals, codes
 
-  def update(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array):
+  def update(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array, step: jax.Array):
+    del step
     grads, model_state, totals, codes = mean_grads(worker, anchor, batch, key)
     norm = optax.tree.norm(grads)
 
@@ -231,19 +250,51 @@ def _make_worker_update(
   return update
 
 
+def _some_steps(
+  update: WorkerUpdate, method: LocalUpdate, workers: Axes, axes: Axes
+) -> WorkerUpdate:
+  """Return an inner step that each worker takes only in its first steps of a round.
+
+  A round is the steps between two synchronizations; `method.worker_steps` has the number of
+  each worker. In the other steps of a round a worker computes nothing: its state keeps its
+  values except for step counts, and its totals and metrics are 0. The metric `_ACTIVE` is 1 on
+  the devices of workers that took the step.
+  """
+
+  def take(*arguments: Any):
+    worker, totals, metrics, codes = update(*arguments)
+    return worker, totals, metrics | {_ACTIVE: vary(jnp.ones(()), axes)}, codes
+
+  def some(worker: WorkerState, *arguments: Any):
+    *_, step = arguments
+    steps = jnp.asarray(method.worker_steps, jnp.int32)[lax.axis_index(workers)]
+    _, *shapes = jax.eval_shape(take, worker, *arguments)
+    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), axes), shapes)
+    totals, metrics, codes = zeros
+
+    def idle(worker: WorkerState, *_: Any):
+      kept = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
+      return kept, totals, metrics, jax.tree.map(lambda x: x - 1, codes)  # nothing was bad
+
+    return lax.cond(step % method.every < steps, take, idle, worker, *arguments)
+
+  return some
+
+
 def _make_synchronize(
   exchange: Exchange, method: LocalUpdate, axes: Axes, is_guarded: bool
-) -> Callable[[Anchor, WorkerState], tuple[Anchor, WorkerState, jax.Array]]:
-  """Return the outer step on one device: (anchor, worker) -> (anchor, worker, code).
+) -> Callable[[Anchor, WorkerState, Tree], tuple[Anchor, WorkerState, jax.Array]]:
+  """Return the outer step on one device: (anchor, worker, sent) -> (anchor, worker, code).
 
-  The code is `nan_guard.first_bad` of the averaged pseudo-gradient, int32 [], or -1
-  if `is_guarded` is False.
+  `sent` are the worker's parameters in its pseudo-gradient: those after the step, or with
+  elastic averaging those before it. The code is `nan_guard.first_bad` of the averaged
+  pseudo-gradient, int32 [], or -1 if `is_guarded` is False.
   """
 
   @jax.named_scope("exchange")
-  def synchronize(anchor: Anchor, worker: WorkerState):
+  def synchronize(anchor: Anchor, worker: WorkerState, sent: Tree):
     params, _, outer_state = anchor
-    pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), worker.params)
+    pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), sent)
     mean, exchange_state = exchange.exchange(pseudo_grads, worker.exchange_state)
     updates, outer_state = method.outer.update(mean, outer_state, params)
     params = optax.apply_updates(params, updates)
@@ -252,6 +303,9 @@ def _make_synchronize(
     if method.reset_momentum:
       opt_state = reset_momentum(opt_state)
     start, start_model_state = vary((params, model_state), axes)
+    if method.elastic is not None:
+      pull = optax.tree.scale(method.elastic, pseudo_grads)
+      start = optax.apply_updates(worker.params, pull)
     worker_after = WorkerState(start, start_model_state, opt_state, exchange_state)
     after = (params, model_state, outer_state), worker_after
     if not is_guarded:
@@ -264,6 +318,7 @@ def _make_synchronize(
   return synchronize
 
 
-def _stay(anchor: Anchor, worker: WorkerState) -> tuple[Anchor, WorkerState, jax.Array]:
-  """Return the arguments unchanged: the branch between synchronizations."""
+def _stay(anchor: Anchor, worker: WorkerState, sent: Tree) -> tuple[Anchor, WorkerState, jax.Array]:
+  """Return anchor and worker unchanged: the branch between synchronizations."""
+  del sent
   return anchor, worker, jnp.full((), -1, jnp.int32)

@@ -108,6 +108,8 @@ def test_workers_that_train_alone():
   assert experiment.notes and "needs 2,560 different samples" in experiment.notes[0]
   grouped = build.experiment(config(sync=cfg.LocalSGD(sync_every_steps=5, workers="replica")))
   assert grouped.sync is not None and grouped.sync.workers == ("replica",)
+  elastic = build.experiment(config(sync=cfg.SyncEASGD(moving_rate=0.4)))
+  assert elastic.sync is not None and elastic.sync.method.elastic == pytest.approx(0.4 / N)
 
 
 def test_the_plan_is_reported():
@@ -143,6 +145,8 @@ BLOCK optimizer=AdamW                                  AdamW's moments
 BLOCK optimizer=LAMB                                   LAMB's moments
 exchange=Int8 noise_scale=True                         use AllReduce or Half
 exchange.delayed=True noise_scale=True                 AllReduce.delayed
+LOCAL sync.worker_steps=2,1     LocalSGD.worker_steps=(2, 1) has 2 numbers for 8 workers
+LOCAL sync.worker_steps=1,1,1,1,1,1,1,1                give 2 for the fastest workers
 sync=DiLoCo exchange.delayed=True ema_decay=None       delayed to False
 sync=DiLoCo                                            set ema_decay to None
 sync=DiLoCo ema_decay=None noise_scale=True            compares gradients

@@ -115,6 +115,47 @@ def test_equations_against_float64(name):
   assert np.ptp(each, axis=1).max() == 0
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_elastic_averaging_against_float64(every):
+  lr, momentum, rate, steps = 0.05, 0.8, 0.9, 14
+  out = run(local.elastic_averaging(every, WORKERS), optax.sgd(lr, momentum=momentum), steps)
+  center, w, v = W0.copy(), np.tile(W0, (WORKERS, 1)), np.zeros((WORKERS, DIM))
+  for i, x in enumerate(data(steps).astype(np.float64), 1):
+    v = momentum * v + CURVED**2 * (w - x.reshape(WORKERS, -1, DIM).mean(axis=1))
+    apart = (w - center) if i % every == 0 else 0 * w
+    w = w - lr * v - rate / WORKERS * apart
+    center = center + rate / WORKERS * apart.sum(axis=0)
+  state = out[-1][0]
+  np.testing.assert_allclose(state.params["w"], center, rtol=0, atol=3e-6)
+  np.testing.assert_allclose(state.exchange_state.params["w"], w, rtol=0, atol=3e-6)
+  assert np.ptp(w, axis=0).max() > 1e-2  # workers stay apart
+
+
+def test_a_slow_worker_takes_fewer_steps():
+  """Against float64; worker 5 takes one of three steps, and its rows of the others are unused."""
+  steps, every, lr, momentum = 14, 3, 0.05, 0.8
+  counts = tuple(1 if k == 5 else every for k in range(WORKERS))
+  method = local.diloco(every)._replace(worker_steps=counts)
+  out = run(method, optax.sgd(lr, momentum=momentum), steps)
+  anchor, w, v, outer_v = W0.copy(), np.tile(W0, (WORKERS, 1)), np.zeros((WORKERS, DIM)), 0
+  for i, x in enumerate(data(steps).astype(np.float64)):
+    is_active = np.asarray(counts) > i % every
+    rows = x.reshape(WORKERS, -1, DIM)
+    loss = 0.5 * (CURVED**2 * (w[:, None] - rows) ** 2).sum(axis=-1)[is_active].mean()
+    metrics = out[i][1]
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["active_workers"] == is_active.sum()
+    new_v = momentum * v + CURVED**2 * (w - rows.mean(axis=1))
+    v = np.where(is_active[:, None], new_v, v)
+    w = np.where(is_active[:, None], w - lr * new_v, w)
+    if (i + 1) % every == 0:
+      anchor, outer_v = nesterov(anchor, (anchor - w).mean(axis=0), outer_v)
+      w = np.tile(anchor, (WORKERS, 1))
+  state = out[-1][0]
+  np.testing.assert_allclose(state.params["w"], anchor, rtol=0, atol=3e-6)
+  np.testing.assert_allclose(state.exchange_state.params["w"], w, rtol=0, atol=3e-6)
+
+
 def with_a_model(**options):
   """Parameters and losses of 20 steps whose dropout is by the keys of the rows."""
   mesh, fns, history = make_mesh(replica=2), cnn(dropout=0.5), []

@@ -12,6 +12,7 @@ from jaxscale.experiment.derive import derive, device_summary
 from jaxscale.experiment.microbatches import micro_batches
 from jaxscale.jobs.preflight.devices import fits
 from jaxscale.run import adaptive_batch
+from jaxscale.run.branches import Branches
 from jaxscale.run.workdir import claim_workdir, describe, describe_text, start_devices
 from support.digits import BATCH, assert_same, cnn, run
 from support.errors import config_error
@@ -156,9 +157,10 @@ def test_batch_norm_of_a_device_sees_the_same_examples():
 def test_sizes_that_an_adaptive_run_chose_resume():
   chosen = config(batch_size=64, phases="AdaptiveBatch", phases__every_epochs=1)
   derived = over(chosen, 2, 8, sizes=(64, 96, 192))
-  assert [s.accumulate_steps for s in derived.phases[:4]] == [4] * 4
-  assert [s.batch_size for s in derived.phases[:4]] == [64, 96, 192, 192]
-  reported = "so that a device still holds 8, 12, 24, 24, "
+  assert [s.accumulate_steps for s in derived.phases] == [4] * 4
+  assert [s.batch_size for s in derived.phases] == [64, 96, 192, 192]
+  assert [s.is_decided for s in derived.phases] == [True] * 3 + [False]
+  reported = "so that a device still holds 8, 12, 24 and 24 examples"
   assert reported in (device_summary(chosen, derived) or "")
 
 
@@ -178,7 +180,7 @@ def test_an_adaptive_run_tries_what_it_would_have_tried(monkeypatch, start, devi
 
   monkeypatch.setattr(adaptive_batch, "candidates", candidates)
   state = experiment.init_state()
-  adaptive_batch.choose(experiment, state, lambda tried: iter(()))
+  adaptive_batch.choose(Branches(experiment, state, lambda tried: iter(())))
   assert found == [wanted]
 
 

@@ -58,9 +58,9 @@ def test_momentum_is_corrected_until_the_ramp_of_the_rate_ends(monkeypatch):
   assert experiment.derived.warmup_steps == 45
   reported = []
 
-  def noted(config, schedule, warmup, momentum):
+  def noted(config, schedule, warmup, momentum, *rest):
     reported.append(warmup)
-    return make_optimizer(config, schedule, warmup, momentum)
+    return make_optimizer(config, schedule, warmup, momentum, *rest)
 
   monkeypatch.setattr(build, "make_optimizer", noted)
   build.at_phase(experiment, experiment.derived.phases[1])

@@ -399,7 +399,7 @@ def test_every_setting_has_its_default_and_its_meaning_in_the_help():
   classes = {name: c for name, c in vars(cfg).items() if isinstance(c, type)}
   for base in (cfg.Model, cfg.Data, cfg.Optimizer, cfg.Schedule, cfg.Loss, cfg.Exchange):
     classes |= base.built_in()
-  for base in (cfg.Sync, cfg.Tracker, cfg.Metric, cfg.Callback):
+  for base in (cfg.Sync, cfg.Tracker, cfg.Metric, cfg.Callback, cfg.Growth, cfg.Parametrization):
     classes |= base.built_in()
   for entry in found:
     assert re.search(r"; (required|default: .+)\)$", entry.head), entry.head

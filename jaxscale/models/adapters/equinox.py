@@ -68,7 +68,7 @@ def convert(model: Any, setting: Setting) -> ModelFns:
     outputs, own = mapped(inputs, keys if train else None, rows)
     return outputs, leaves.pack(jax.tree.leaves((arrays, own)))[1] if train else model_state
 
-  return ModelFns(init, apply, call.inputs)
+  return ModelFns(init, apply, call.inputs, out_first=True)
 
 
 def _is_array(x: Any) -> bool:

@@ -1,0 +1,221 @@
+"""MuLoCo against data parallelism: loss, bytes, and a slow worker.
+
+    python benchmarks/muloco.py [--seeds 3] [--workers 4,16] [--folder runs/muloco] [--table]
+
+Trains a small language model on the text that the package carries, three epochs at a batch
+size of 64 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo
+(arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit exchange, on K simulated devices
+of this machine, each a worker. The learning rates of both are the best of `RATES` with
+`TUNING_SEED`; at K = 4 for MuLoCo. Bytes are those that a device sends, from the compiled
+programs.
+
+Then two processes train by MuLoCo, on a core each: undisturbed; with one that runs for a
+fifth of the time (stopped and continued by the benchmark); and the same with
+`worker_steps`, so that this one takes a tenth of the steps.
+
+A run that is done is kept in `--folder` and not repeated. `--table` trains nothing, and
+reports what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from common import report
+
+from jaxscale import config as cfg
+from jaxscale.errors import EXIT_DONE, one_line_errors
+from jaxscale.files import replace_text
+
+RATES = (2e-3, 4e-3, 8e-3)
+TUNING_SEED = 100
+EVERY, SLOW_EVERY = 10, 20  # steps between synchronizations
+CYCLE_S, SHARE = 0.05, 0.2  # of the slow process: the length of a cycle, and of it running
+TIMEOUT_S = 3600
+
+
+def config(kind: str, workers: int, lr: float, seed: int) -> cfg.Config:
+  """Return the config of a kind of run: data_parallel, muloco, even or uneven."""
+  sync: Any = cfg.EveryStep()
+  if kind == "muloco":
+    sync = cfg.DiLoCo(sync_every_steps=EVERY)
+  elif kind != "data_parallel":
+    steps = (SLOW_EVERY, SLOW_EVERY // 10) if kind == "uneven" else ()
+    sync = cfg.DiLoCo(sync_every_steps=SLOW_EVERY, worker_steps=steps)
+  return cfg.Config(
+    model=cfg.Transformer(num_layers=2, width=96, num_heads=4, hidden=256),
+    data=cfg.Text(sequence_length=64),
+    optimizer=cfg.Muon(lr=lr, b2=0.95, weight_decay=0.1),
+    schedule=cfg.Cosine(warmup_epochs=0.3),
+    exchange=cfg.AllReduce() if kind == "data_parallel" else cfg.OneBit(),
+    sync=sync,
+    batch_size=64,
+    epochs=3,
+    clip_norm=1.0,
+    seed=seed,
+    mesh=cfg.Mesh(data=workers),
+    evaluation=cfg.Evaluation(every_epochs=3),
+    checkpoint=cfg.Checkpoint(every_epochs=100, keep_last=1, keep_best=0),
+    log=cfg.Log(every_steps=100, tensorboard=False, plot=False),
+  )
+
+
+def sent_bytes(settings: cfg.Config) -> float:
+  """Return the bytes that a device sends per step, on average."""
+  from jaxscale import hlo
+  from jaxscale.experiment import build
+
+  made = build.experiment(settings)
+  table = hlo.collectives(made.lower_train_step().compile(), made.mesh)
+  every = getattr(settings.sync, "sync_every_steps", 1)
+  parts = [[row for row in table if row.conditional == due] for due in (False, True)]
+  always, due = (hlo.total(part).wire_bytes for part in parts)
+  return always + due / every
+
+
+def child(request: str) -> int:
+  """Train in this process and print the result as the last line."""
+  from jaxscale.run.fit import fit
+
+  kind, workers, lr, seed, workdir = json.loads(request)
+  settings = config(kind, workers, lr, seed)
+  start = time.perf_counter()
+  _, summary = fit(settings, workdir)
+  found = {"value": summary["loss"] / math.log(2), "seconds": time.perf_counter() - start}
+  found["training_s"] = summary["goodput_seconds"]["training"]
+  if "JAXSCALE_PROCESS_ID" not in os.environ:
+    found["sent_bytes"] = sent_bytes(settings)
+  print(json.dumps(found), flush=True)
+  return EXIT_DONE
+
+
+@contextlib.contextmanager
+def slowed(process: subprocess.Popen | None) -> Iterator[None]:
+  """Let a process run for `SHARE` of each `CYCLE_S` only."""
+  over = threading.Event()
+
+  def cycle():
+    while process is not None and not over.is_set() and process.poll() is None:
+      process.send_signal(signal.SIGSTOP)
+      over.wait(CYCLE_S * (1 - SHARE))
+      process.send_signal(signal.SIGCONT)
+      over.wait(CYCLE_S * SHARE)
+
+  thread = threading.Thread(target=cycle)
+  thread.start()
+  try:
+    yield
+  finally:
+    over.set()
+    thread.join()
+
+
+def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int, slow=False) -> Any:
+  """Return the result of a run, which may be kept; None: it is not, and is not to be trained."""
+  name = f"{kind}{'-slow' * slow}-{workers}-{lr:.4g}-{seed}"
+  kept = args.folder / f"{name}.json"
+  if kept.exists():
+    return json.loads(kept.read_text())
+  if args.table:
+    return None
+  workdir = args.folder / "unfinished" / f"{name}-{os.getpid()}"
+  request = json.dumps([kind, workers, lr, seed, str(workdir)])
+  command = [sys.executable, str(Path(__file__)), "--child", request]
+  if kind in ("data_parallel", "muloco"):
+    envs = [{"JAX_NUM_CPU_DEVICES": str(workers)}]
+  else:
+    with socket.socket() as s:
+      s.bind(("127.0.0.1", 0))
+      address = f"127.0.0.1:{s.getsockname()[1]}"
+    group = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(workers)}
+    each = {"JAX_NUM_CPU_DEVICES": "1", **group}
+    envs = [each | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(workers)]
+  processes = []
+  try:
+    for i, env in enumerate(envs):
+      core = ["taskset", "-c", str(i % (os.cpu_count() or 1))] if len(envs) > 1 else []
+      pipe: Any = {"stdout": subprocess.PIPE, "text": True}
+      processes.append(subprocess.Popen([*core, *command], env=os.environ | env, **pipe))
+    with slowed(processes[-1] if slow else None):
+      outputs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  if any(p.returncode for p in processes):
+    raise SystemExit(f"{name}: a process ended with {[p.returncode for p in processes]}")
+  found = outputs[0].splitlines()[-1]
+  replace_text(kept, found)
+  return json.loads(found)
+
+
+def best_rate(args: argparse.Namespace, kind: str) -> tuple[float | None, dict[str, float]]:
+  """Return the rate with the least loss of the tuning seed at K = 4, and all of them."""
+  found = {lr: run(args, kind, 4, lr, TUNING_SEED) for lr in RATES}
+  trials = {lr: x["value"] for lr, x in found.items() if x}
+  best = min(trials, key=trials.__getitem__) if len(trials) == len(RATES) else None
+  return best, {f"{lr:g}": round(v, 4) for lr, v in trials.items()}
+
+
+def row(label: str, workers: int, lr: float, runs: list[Any]) -> dict[str, Any]:
+  """Return the means of a kind's runs."""
+  runs = [r for r in runs if r]
+  values = [r["value"] for r in runs]
+  return {
+    "run": label,
+    "workers": workers,
+    "lr": lr,
+    "bits_per_byte": round(statistics.fmean(values), 4) if values else None,
+    "values": [round(v, 4) for v in values],
+    "sent_bytes": runs[0].get("sent_bytes") if runs else None,
+    "training_s": round(statistics.fmean(r["training_s"] for r in runs), 1) if runs else None,
+  }
+
+
+@one_line_errors
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--seeds", type=int, default=3)
+  parser.add_argument("--workers", default="4,16", help="by commas")
+  parser.add_argument("--folder", type=Path, default=Path("runs/muloco"))
+  parser.add_argument("--table", action="store_true", help="report what is there, train nothing")
+  parser.add_argument("--child", help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.child:
+    return child(args.child)
+  args.folder.mkdir(parents=True, exist_ok=True)
+  rows, trials = [], {}
+  for kind, sizes in (("data_parallel", [4]), ("muloco", [*map(int, args.workers.split(","))])):
+    lr, trials[kind] = best_rate(args, kind)
+    for workers in sizes if lr else []:
+      runs = [run(args, kind, workers, lr, seed) for seed in range(args.seeds)]
+      rows.append(row(kind, workers, lr, runs))
+  if lr:
+    pairs = ("even", False), ("even", True), ("uneven", True)
+    for kind, slow in pairs:
+      label = f"2 processes{', one slow' * slow}{', fewer steps' * (kind == 'uneven')}"
+      rows.append(row(label, 2, lr, [run(args, kind, 2, lr, 0, slow)]))
+  for r in rows:
+    print(f"| {r['run']} | {r['workers']} | {r['bits_per_byte']} | {r['sent_bytes']} | ", end="")
+    print(f"{r['training_s']} |")
+  report("muloco", keep=args.table, rows=rows, trials=trials, every=EVERY, slow_every=SLOW_EVERY)
+  return EXIT_DONE
+
+
+if __name__ == "__main__":
+  sys.exit(main())
