@@ -2,10 +2,10 @@
 
 Two parts of a `TrainState` depend on the number of devices and the layout. The state of
 matrices (`optim.MatrixState`) has a row per matrix: each device reads the rows of the
-matrices that it owns now. `exchange_state` has one entry per device. If the exchange defines how N entries become N' entries
-(`Exchange.resize`), the entries are loaded as they were saved, ceil(N / N') per device with
-zeros after the last one, verified, and converted on the devices. No device holds more than
-its share.
+matrices that it owns now. `exchange_state` has one entry per device. If the exchange
+defines how N entries become N' entries (`Exchange.resize`), the entries are loaded as they
+were saved, ceil(N / N') per device with zeros after the last one, verified, and converted
+on the devices. No device holds more than its share.
 
 Under a layout, each device keeps entries for its own parts of the gradients. If the parts
 are the same now, the entries of each part are resized among themselves. A count of steps

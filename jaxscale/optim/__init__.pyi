@@ -3,10 +3,10 @@ from .adam import lamb as lamb
 from .adam import scale_by_adam as scale_by_adam
 from .adam import scale_by_trust_ratio as scale_by_trust_ratio
 from .depth import layerwise_rate_decay as layerwise_rate_decay
-from .lars_variants import lars as lars
-from .lars_variants import scale_by_lars_ratio as scale_by_lars_ratio
 from .eigenbasis import scale_by_soap as scale_by_soap
 from .eigenbasis import soap as soap
+from .lars_variants import lars as lars
+from .lars_variants import scale_by_lars_ratio as scale_by_lars_ratio
 from .layers import TrustRatios as TrustRatios
 from .layers import add_decayed_weights as add_decayed_weights
 from .layers import in_float32 as in_float32

@@ -33,10 +33,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxscale.errors import invalid
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
 from jaxscale.optim.layers import in_float32, is_injected, matrix_labels
 from jaxscale.optim.masks import Mask
-from jaxscale.optim.matrices import MatrixState, init_matrices, map_matrices
+from jaxscale.optim.matrices import init_matrices, map_matrices
 
 
 class Side(NamedTuple):
@@ -73,12 +74,12 @@ class SOAPState(NamedTuple):
   Attributes:
     count: steps done, int32 [].
     has_basis: whether step 0 has set the eigenvectors, bool []. Skipped steps only count.
-    moments: a `MatrixState` of `Moments`, at least float32.
+    moments: an `optim.MatrixState` of `Moments`, at least float32.
   """
 
   count: Any
   has_basis: Any
-  moments: MatrixState
+  moments: Any
 
 
 def soap(
@@ -174,6 +175,9 @@ def scale_by_soap(
     >>> tx = optax.chain(scale_by_soap(), optax.scale_by_learning_rate(3e-3))
   """
   decay = b2 if shampoo_beta is None else shampoo_beta
+  if is_injected(max_precond_dim):
+    problem = "decides shapes, but optax.inject_hyperparams made it an array"
+    raise invalid("max_precond_dim", ..., problem, "add static_args=('max_precond_dim',)")
   every = 1 if is_injected(precondition_frequency) else precondition_frequency
   cost = functools.partial(_flops, every, max_precond_dim)
   dealt: Any = {"stacked": stacked, "cost": cost}
@@ -183,7 +187,8 @@ def scale_by_soap(
       none = n > max_precond_dim
       return None if none else Side(jnp.zeros((n, n), dtype), jnp.eye(n, dtype=dtype))
 
-    return Moments(*[jnp.zeros(shape, dtype)] * 2, *map(side, shape))
+    zeros = jnp.zeros(shape, dtype)
+    return Moments(zeros, zeros, *map(side, shape))
 
   def init(params: Any):
     moments = init_matrices(start, params, **dealt)

@@ -26,7 +26,8 @@ State of a matrix that stays with its owner, such as the preconditioners of SOAP
 It is a `MatrixState`: for every shape of matrices, arrays [rows, ...] with one row per matrix.
 Under a layout the first dim is sharded over all devices, each device has the same number of rows,
 and rows without a matrix are 0. `matrix_rows` tells which matrix a row belongs to, which depends
-on the layout; a checkpoint records it, so that another layout restores each matrix's row. On several devices the state needs a `parallel.Layout`.
+on the layout; a checkpoint records it, so that another layout restores each matrix's row. On
+several devices the state needs a `parallel.Layout`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def gradients():
 def trained(name, everywhere):
   """Return the parameters after ten steps of SOAP on given gradients under a layout."""
   count, sizes, options = LAYOUTS[name]
-  mesh, _, layout = stack_layout(sizes, options, count=count)
+  _, _, layout = stack_layout(sizes, options, count=count)
   tx = EVERYWHERE if everywhere else SOAP
   where = placement.shardings(layout, layout.opt_specs)
 
