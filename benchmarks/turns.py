@@ -75,7 +75,7 @@ class Side:
 
   def wait_ready(self, timeout_s: float) -> Any:
     """Return the first answer."""
-    self.ready = self._next(timeout_s)
+    self.ready = self.answer(timeout_s)
     return self.ready
 
   def ask(self, name: str, *args: Any, timeout_s: float) -> Any:
@@ -84,13 +84,18 @@ class Side:
     Raises:
       SideError: the process has ended, or the time is over.
     """
+    self.send(name, *args)
+    return self.answer(timeout_s)
+
+  def send(self, name: str, *args: Any) -> None:
+    """Send a request, whose answer `answer` returns."""
     assert self._process.stdin
     with contextlib.suppress(BrokenPipeError):
       self._process.stdin.write(f"{json.dumps([name, *args])}\n".encode())
       self._process.stdin.flush()
-    return self._next(timeout_s)
 
-  def _next(self, timeout_s: float) -> Any:
+  def answer(self, timeout_s: float) -> Any:
+    """Return the next answer."""
     assert self._process.stdout
     deadline, pipe = time.monotonic() + timeout_s, self._process.stdout.fileno()
     while True:

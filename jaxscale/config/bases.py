@@ -321,6 +321,7 @@ class Optimizer(Choice):
 
   follows_batch_neutrally = False  # True if Phases.follow='neutral' can adapt the momentum.
   has_resettable_momentum = False
+  has_matrix_state = False  # True if its state comes from optim.init_matrices.
   # "adam" (gradients divided by their size), "sgd" (proportional to gradients), "muon", or "": no
   # parametrization but Standard. Parameters may be used for weight decay only.
   update_rule = ""

@@ -41,7 +41,8 @@ def make_layout(config: cfg.Config, mesh: Mesh, model: Model) -> Layout | None:
   chosen, shard = config.layout, shard_on(config, mesh)
   splits = {"stage", "model"} & set(mesh.axis_names) or shard != "none"
   on_host = chosen.optimizer == "host"
-  if not splits and not on_host and not isinstance(model, models.Stack):
+  is_dealt = config.optimizer.has_matrix_state  # The shape of its rows depends on the layout.
+  if not (splits or on_host or is_dealt or isinstance(model, models.Stack)):
     return None
   own = config.model.sharding()
   rules = tuple(Rule(*r) for r in own) if own else sharding_rules.OTHERS

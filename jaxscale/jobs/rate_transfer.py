@@ -54,7 +54,7 @@ def read(names: Sequence[str], runs: str) -> tuple[Any, Any, dict[float, float |
   for workdir in workdirs:
     configs.append(flat(describe_run(workdir).config) | {"optimizer.lr": 0, "seed": 0})
     if different := [k for k, v in configs[0].items() if configs[-1].get(k) != v]:
-      problem = f"differs from {workdirs[0]} in {different[0]}"
+      problem = f"differs from {workdirs[0].name} in {different[0]}"
       raise invalid(str(workdir), ..., problem, "give runs that differ in optimizer.lr and seed")
     rate = read_json(workdir / "config.json", _DERIVED)["derived"]["peak_lr"]
     summary = read_json(workdir / "summary.json", dict(outcome=str, loss=float))

@@ -30,7 +30,6 @@ from .parametrization import Leaf as Leaf
 from .parametrization import LeafFactors as LeafFactors
 from .parametrization import mup as mup
 from .parametrization import scale_by_path as scale_by_path
-from .parametrization import with_depth as with_depth
 from .parametrization import with_factors as with_factors
 from .schedules import Warmup as Warmup
 from .schedules import scale_learning_rate as scale_learning_rate

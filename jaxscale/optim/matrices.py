@@ -27,7 +27,8 @@ It is a `MatrixState`: for every shape of matrices, arrays [rows, ...] with one 
 Under a layout the first dim is sharded over all devices, each device has the same number of rows,
 and rows without a matrix are 0. `matrix_rows` tells which matrix a row belongs to, which depends
 on the layout; a checkpoint records it, so that another layout restores each matrix's row. On
-several devices the state needs a `parallel.Layout`.
+several devices the state needs a `parallel.Layout`, which a run has if `has_matrix_state = True`
+is set in the class of its optimizer.
 """
 
 from __future__ import annotations
@@ -213,17 +214,31 @@ def saved_rows(state: Any) -> dict[str, list[str]]:
   return {f"{path}/by_shape/{key}": [*names] for path, x in found for key, names in x.rows}
 
 
-def dealt_matrices(tx: Any, params: Any) -> list[tuple[Leaf, float]]:
-  """Return the parameters that an optimizer gives to `map_matrices`, and the FLOPs for a matrix.
+class Dealt(NamedTuple):
+  """A parameter that an optimizer gives to `map_matrices`.
+
+  Attributes:
+    leaf: the parameter.
+    flops: the FLOPs of the optimizer's function for each of its matrices.
+    has_state: whether the function has a state.
+  """
+
+  leaf: Leaf
+  flops: float
+  has_state: bool
+
+
+def dealt_matrices(tx: Any, params: Any) -> list[Dealt]:
+  """Return the parameters that an optimizer gives to `map_matrices`.
 
   Args:
     tx: the optimizer, an optax transformation.
     params: the parameters, or their shapes and dtypes.
   """
-  found: list[tuple[Leaf, float]] = []
+  found: list[Dealt] = []
 
   def apply(_: Any, leaves: Sequence[Leaf], arrays: Any, cost: Cost, by_shape: Any):
-    found.extend((leaf, cost(*leaf.matrix)) for leaf in leaves)
+    found.extend(Dealt(leaf, cost(*leaf.matrix), bool(by_shape)) for leaf in leaves)
     return list(arrays), by_shape
 
   def step(params: Any):
@@ -289,5 +304,5 @@ def _apply(
   return results, joined
 
 
-_HERE = Dealer(_rows, _apply)
-_DEALER = contextvars.ContextVar("dealer", default=_HERE)
+HERE = Dealer(_rows, _apply)  # on one device
+_DEALER = contextvars.ContextVar("dealer", default=HERE)

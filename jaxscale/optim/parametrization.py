@@ -135,15 +135,25 @@ def growth(path: str, leaf: Leaf, outputs: str | None, out_first: bool) -> tuple
 
 
 def mup(
-  leaves: Mapping[str, Leaf], rule: str, *, outputs: str | None = None, out_first: bool = False
+  leaves: Mapping[str, Leaf],
+  rule: str,
+  *,
+  outputs: str | None = None,
+  out_first: bool = False,
+  depth: float = 1.0,
+  alpha: float = 1.0,
+  ends: str = "^$",
 ) -> dict[str, LeafFactors]:
-  """Return the factors of muP by path (equations in the module).
+  """Return the factors of muP or CompleteP by path (equations in the module).
 
   Args:
     leaves: shapes of the parameters by path.
     rule: rule of the optimizer: "adam", "sgd" or "muon".
     outputs: pattern of the paths of output layers; None decides by shapes.
     out_first: whether kernels are [out, in].
+    depth: L, the number of layers over that of the base model; 1 in muP.
+    alpha: exponent of the depth.
+    ends: pattern of the paths of a residual branch's last kernel and bias.
 
   Example:
     >>> factors = mup({"head/kernel": Leaf((64, 10), (16, 10))}, "adam")["head/kernel"]
@@ -153,17 +163,19 @@ def mup(
   factors = {}
   for path, leaf in leaves.items():
     kind, into, out = growth(path, leaf, outputs, out_first)
-    multiplier = 1 / into if kind == "output" else 1.0
+    is_hidden, multiplier = kind == "hidden", 1 / into if kind == "output" else 1.0
+    rate = 1 / into if is_hidden else 1.0
     if leaf.adjust:
       rate = _spectral(leaf.shape, leaf.adjust) / _spectral(leaf.base, leaf.adjust) / multiplier
     elif rule == "sgd":
-      rate = out / into if kind == "hidden" else out * into
-    else:
-      rate = 1 / into if kind == "hidden" else 1.0
-    is_inside = (leaf.in_layers or kind == "hidden") and rule != "sgd"
-    eps = 1 / (into if kind == "hidden" else out) if is_inside else 1.0
-    init = into**-0.5 if kind == "hidden" else 1.0
-    factors[path] = LeafFactors(kind, init, rate, 1 / rate, eps, multiplier)
+      rate = out / into if is_hidden else out * into
+    is_inside, decay = rule != "sgd" and (leaf.in_layers or is_hidden), 1 / rate
+    eps = 1 / (into if is_hidden else out) if is_inside else 1.0
+    if leaf.in_layers:
+      rate, eps = rate * depth ** (alpha - 1), eps * depth**-alpha
+      multiplier *= depth**-alpha if re.search(ends, path) else 1
+    init = into**-0.5 if is_hidden else 1.0
+    factors[path] = LeafFactors(kind, init, rate, decay, eps, multiplier)
   return factors
 
 
@@ -172,32 +184,6 @@ def _spectral(shape: tuple[int, ...], adjust: str) -> float:
   inputs, outputs = math.prod(shape[:-1]), shape[-1]
   size = max(1, outputs / inputs) if adjust == "original" else max(inputs, outputs)
   return math.sqrt(outputs / inputs / size)
-
-
-def with_depth(
-  factors: Mapping[str, LeafFactors],
-  leaves: Mapping[str, Leaf],
-  depth: float,
-  alpha: float,
-  ends: str,
-) -> dict[str, LeafFactors]:
-  """Return factors with the terms of the depth in CompleteP (equations in the module).
-
-  Args:
-    factors: factors of muP by path.
-    leaves: shapes of the parameters by path.
-    depth: number of layers over that of the base model.
-    alpha: exponent of the depth.
-    ends: pattern of the paths of a residual branch's last kernel and bias.
-  """
-
-  def deeper(path: str, f: LeafFactors) -> LeafFactors:
-    if not leaves[path].in_layers:
-      return f
-    c = f.multiplier * (depth**-alpha if re.search(ends, path) else 1)
-    return f._replace(rate=f.rate * depth ** (alpha - 1), eps=f.eps * depth**-alpha, multiplier=c)
-
-  return {path: deeper(path, f) for path, f in factors.items()}
 
 
 def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:

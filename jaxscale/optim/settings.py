@@ -247,6 +247,7 @@ class SOAP(AdamW):
   embeddings: Literal["adamw", "soap"] = "adamw"
 
   update_rule = ""  # No rule of transfer is published for its rotated moments.
+  has_matrix_state = True
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
@@ -433,8 +434,8 @@ class MuP(bases.Parametrization):
       bounds.check_pattern("MuP.outputs", self.outputs, "give e.g. '^head/kernel$'")
 
   def build(self, context: bases.ParametrizationContext) -> dict[str, LeafFactors]:
-    leaves, outputs = context.leaves, self.outputs
-    factors = optim.mup(leaves, context.rule, outputs=outputs, out_first=context.out_first)
+    leaves, options = context.leaves, dict(outputs=self.outputs, out_first=context.out_first)
+    factors = optim.mup(leaves, context.rule, **options, **self._of_depth(context))
     if context.is_tied:  # The table cannot hold the multiplier, but the norm before it can.
       norms = [path for path in leaves if path.startswith("head/")]
       if not norms:
@@ -449,6 +450,9 @@ class MuP(bases.Parametrization):
         scale = factors[path].multiplier * context.query_scale
         factors[path] = factors[path]._replace(multiplier=scale)
     return factors
+
+  def _of_depth(self, context: bases.ParametrizationContext) -> dict[str, Any]:
+    return {}
 
 
 class CompleteP(MuP):
@@ -469,13 +473,13 @@ class CompleteP(MuP):
     super().__post_init__()
     bounds.check_pattern("CompleteP.branch_ends", self.branch_ends, "give e.g. '^layers/(o|down)/'")
 
-  def build(self, context: bases.ParametrizationContext) -> dict[str, LeafFactors]:
-    factors, leaves = super().build(context), context.leaves
-    if not any(leaf.in_layers for leaf in leaves.values()):
+  def _of_depth(self, context: bases.ParametrizationContext) -> dict[str, Any]:
+    problem, fix = "", "use MuP"
+    if not any(leaf.in_layers for leaf in context.leaves.values()):
       problem = "needs a model that is a stack of layers (Transformer, ViT, models.Stack)"
-      raise invalid("Config.parametrization", "CompleteP", problem, "use MuP")
-    if context.rule == "sgd" and context.depth != 1:
+    elif context.rule == "sgd" and context.depth != 1:
       problem = "has no rule for SGD and another number of layers"
       fix = "use AdamW or Muon, or the number of layers of the base model"
+    if problem:
       raise invalid("Config.parametrization", "CompleteP", problem, fix)
-    return optim.with_depth(factors, leaves, context.depth, self.alpha, self.branch_ends)
+    return {"depth": context.depth, "alpha": self.alpha, "ends": self.branch_ends}

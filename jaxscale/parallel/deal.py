@@ -22,8 +22,9 @@ With N devices that split the P elements of the matrices, and R that hold the sa
 gets P / (N R) elements in each all-to-all, and P / N in the all-gather if R > 1, up to the padding
 of all owners to the greatest load. Sharing over R devices saves (1 - 1 / R) of the FLOPs and sends
 as much of the results. So a matrix with fewer FLOPs per byte than the devices compute while they
-send a byte is not shared along these axes: each group of N devices computes it. Large models are
-exchanged in chunks, so that one is sent while another is computed.
+send a byte is not shared along these axes: each group of N devices computes it. If the devices
+are more than the matrices, groups of fewer devices compute all of them. Large models are exchanged
+in chunks, so that one is sent while another is computed.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import names
 from jaxscale.errors import invalid
 from jaxscale.metrics.text import plural
-from jaxscale.optim.matrices import Cost, Dealer, Leaf, Shape, as_text, dealt_matrices
+from jaxscale.optim.matrices import HERE, Cost, Dealer, Leaf, Shape, as_text, dealt_matrices
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.specs import Layout
 
@@ -54,6 +56,7 @@ Axes = tuple[str, ...]
 _MOST_AT_A_TIME = 2**24  # elements of matrices that a function gets at a time
 _CHUNK = 2**24  # elements of an owner's matrices in a chunk, 64 MiB in float32
 _MOST_CHUNKS = 4
+_GROUPS = "_groups"  # end of the name of an axis whose devices compute the same
 # FLOPs per byte from which sharing pays. An H100 computes 310 TFLOP/s in TF32 (half of the 620 of
 # benchmarks/compiled_gpu.py in bfloat16) while it sends 370 GB/s by NVLink or 45 between nodes:
 # 800 or 6,900. Two CPU cores compute about 0.1 TFLOP/s per 1.25 GB/s of 10 Gb/s Ethernet.
@@ -103,11 +106,13 @@ def make_dealer(layout: Layout) -> Dealer:
     >>> with dealt_by(make_dealer(layout)):                    # doctest: +SKIP
     ...   updates, state = tx.update(grads, state, params)
   """
+  if layout.mesh.size == 1:
+    return HERE
   plan = functools.cache(functools.partial(_Plan, layout))
 
   def rows(leaves: Sequence[Leaf], cost: Cost) -> Mapping[str, list[str]]:
-    if layout.shapes is None and layout.mesh.size > 1:
-      fix = "give make_init and make_train_step a layout (parallel.make_layout)"
+    if layout.shapes is None:
+      fix = "set has_matrix_state = True in the optimizer's class, or give the step a layout"
       raise invalid("init_matrices", ..., "needs the shapes of the parameters", fix)
     return plan(tuple(leaves), cost, True).rows()
 
@@ -125,22 +130,23 @@ def summary(layout: Layout, tx: optax.GradientTransformation, params: Any) -> li
     tx: the optimizer.
     params: these parameters, or their shapes and dtypes.
   """
-  found = dealt_matrices(tx, params)
-  costs = {leaf.matrix: flops for leaf, flops in found}
-  plan = _Plan(layout, [leaf for leaf, _ in found], lambda *shape: costs[shape], False)
-  totals: dict[Any, Any] = {}
-  for group in plan.groups:
-    key = group.across, group.layers, group.others
-    counts = [sum(map(len, owned)) for owned in group.owned]
-    totals[key] = np.add(totals.get(key, 0), counts)
-  lines = []
+  found, totals, lines = dealt_matrices(tx, params), {}, []
+  for has_state in sorted({x.has_state for x in found}):
+    some = [x for x in found if x.has_state == has_state]
+    costs = {x.leaf.matrix: x.flops for x in some}
+    plan = _Plan(layout, [x.leaf for x in some], lambda *shape, c=costs: c[shape], has_state)
+    for group in plan.groups:
+      key = group.across, group.layers, group.others
+      counts = [sum(map(len, owned)) for owned in group.owned]
+      totals[key] = np.add(totals.get(key, 0), counts)
   for (across, layers, others), counts in totals.items():
-    count, owners = (n * plan.size(layers) for n in (sum(counts), len(counts)))
+    blocks = math.prod(layout.mesh.shape[a] for a in layers)
+    count, owners = blocks * sum(counts), blocks * len(counts)
     line = f"optimizer: {count} whole matrices dealt out over {plural(owners, 'device')}, "
     line += f"at most {max(counts)} on each"
     line += f"; two all-to-alls along {' and '.join(across)}" if across else ""
     line += f"; an all-gather along {' and '.join(others)}" if others else ""
-    again = plan.mesh.size // owners
+    again = layout.mesh.size // owners
     lines.append(line + f"; {again} groups of devices compute the same" * (again > 1))
   return lines
 
@@ -149,9 +155,10 @@ class _Plan:
   """The owners of some leaves' matrices under a layout."""
 
   def __init__(self, layout: Layout, leaves: Sequence[Leaf], cost: Cost, has_state: bool):
-    self.mesh, self.leaves = layout.mesh, leaves
-    self.sizes = {a: n for a, n in layout.mesh.shape.items() if n > 1}
-    self.specs = [_spec(layout, leaf) for leaf in leaves]
+    self.leaves, self.specs = leaves, [_spec(layout, leaf) for leaf in leaves]
+    split = {axis for spec in self.specs for axes in spec for axis in axes}
+    self.mesh = layout.mesh if has_state else _with_groups(layout.mesh, split, leaves)
+    self.sizes = {a: n for a, n in self.mesh.shape.items() if n > 1}
     platform = self.mesh.devices.flat[0].platform
     self.shared_from = 0 if has_state else _SHARED_FROM.get(platform, _SHARED_FROM_ELSEWHERE)
     self.groups = list(self._groups(cost))
@@ -166,7 +173,8 @@ class _Plan:
       across = self._ordered(itertools.chain(*spec[int(leaf.stacked) :]))
       size = math.prod(leaf.matrix) * jnp.dtype(leaf.dtype).itemsize
       is_shared = cost(*leaf.matrix) >= self.shared_from * size
-      others = self._ordered(set(self.sizes) - {*across, *layers}) if is_shared else ()
+      alike = [a for a in self.sizes if a not in across + layers and not a.endswith(_GROUPS)]
+      others = tuple(alike) if is_shared else ()
       members.setdefault((across, layers, others, leaf.dtype), []).append(i)
     for (across, layers, others, dtype), indices in members.items():
       for owned in self._chunks(indices, layers, self.size(others + across), cost):
@@ -273,16 +281,13 @@ class _Wire:
   def gather(self, arrays: Sequence[Any]) -> jax.Array:
     """Return the parts of this device's matrices, [senders, elements]."""
 
-    def for_owner(owned: Any):
-      flat = [self._layers(arrays[i], i)[layer].reshape(-1) for i, layer in itertools.chain(*owned)]
-      if not flat:
-        return jnp.zeros(self.length, self.group.dtype)
-      flat = jnp.concatenate(flat)
-      return jnp.pad(flat, (0, self.length - flat.size))
-
     across, others = self.group.across, self.group.others
-    rows = vary(list(map(for_owner, self.group.owned)), across + self.group.layers)
-    buffer = jnp.stack(rows).reshape(-1, self.senders, self.length)
+    rows: list[jax.Array] = []
+    for counts, owned in zip(self.counts, self.group.owned, strict=True):
+      rows += [self._layers(arrays[i], i)[n].reshape(-1) for i, n in itertools.chain(*owned)]
+      rows.append(jnp.zeros(self.length - int(np.dot(counts, self.parts)), self.group.dtype))
+    buffer = jnp.concatenate(vary(rows, across + self.group.layers))
+    buffer = buffer.reshape(-1, self.senders, self.length)
     buffer = lax.dynamic_index_in_dim(buffer, lax.axis_index(others) if others else 0, 0, False)
     return lax.all_to_all(buffer, across, 0, 0) if across else buffer
 
@@ -354,6 +359,26 @@ class _Wire:
     for dim, axes in enumerate(kind.split):
       order += [*map(across.index, axes), len(across) + 1 + dim]
     return order
+
+
+def _with_groups(mesh: Mesh, split: set[str], leaves: Sequence[Leaf]) -> Mesh:
+  """Return the mesh in groups that each compute all matrices, if it has too many devices.
+
+  If the devices are more than the matrices, an exchange of all of them would be mostly padding.
+  An axis along which devices hold the same parts is then split into groups.
+  """
+  owners = math.prod(mesh.shape[a] for a in mesh.axis_names if a in split)
+  most = max(sum(leaf.count for leaf in leaves) // owners, 1)  # owners of the same parts
+  sizes: dict[str, int] = {}
+  for axis, size in reversed(mesh.shape.items()):
+    inside = size
+    if axis not in split:
+      inside = max(n for n in range(1, min(most, size) + 1) if size % n == 0)
+      most //= inside
+    sizes |= {axis: inside} | ({axis + _GROUPS: size // inside} if inside < size else {})
+  names = [*reversed(sizes)]
+  grid = mesh.devices.reshape([sizes[a] for a in names])
+  return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
 def _spec(layout: Layout, leaf: Leaf) -> list[Axes]:

@@ -117,8 +117,8 @@ def shapes_of(experiment: Any) -> Shapes:
   return Shapes(
     parameters=parameters,
     moments=collectives.payload_bytes(state.opt_state),
-    matrices=sum(math.prod(leaf.shape) for leaf, _ in dealt),
-    matrix_flops=sum(leaf.count * flops for leaf, flops in dealt),
+    matrices=sum(math.prod(x.leaf.shape) for x in dealt),
+    matrix_flops=sum(x.leaf.count * x.flops for x in dealt),
     others=parameters - sum(math.prod(shape) for shape in stack),
     layers=stack[0][0] if stack else 1,
     outputs=sum(shape[0] * shape[2] for shape in stack if len(shape) == 3),

@@ -287,6 +287,7 @@ def _placed(config: cfg.Config, rows_only: bool) -> cfg.Config:
     layout = cfg.Layout(shard="fsdp", rules=layout.rules) if is_split else cfg.Layout()
   # Exchange and synchronization of the training may contradict another mesh.
   parts: Any = {"mesh": mesh, "layout": layout, "exchange": cfg.AllReduce()}
+  parts["parametrization"] = cfg.Standard()  # Initial values and learning rates are not used.
   return dataclasses.replace(config, **parts, sync=cfg.EveryStep())
 
 

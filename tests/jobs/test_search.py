@@ -72,6 +72,25 @@ def test_no_program_takes_less_than_the_least(which):
   assert guess.least <= guess.memory and 0 < guess.seconds < 1
 
 
+def test_matrices_that_are_dealt_out_are_in_the_estimate():
+  """Five iterations of 4 s s l + 2 s s s FLOPs for each [s, l], a quarter on each device."""
+  found = []
+  for optimizer in (cfg.AdamW(lr=1e-3), cfg.Muon(lr=1e-3)):
+    made = config(optimizer=optimizer)
+    data = made.data.abstract(made.batch_size)
+    shapes = shapes_of(build.experiment(made, devices=here().devices, datasets=data))
+    one = search.as_given(made, 4)
+    found.append((shapes, estimate(shapes, one, made.batch_size, rates_of("knl"))))
+  (adamw, before), (muon, after) = found
+  params = build.experiment(made, devices=here().devices, datasets=data).abstract_state().params
+  kernels = [x.shape for x in jax.tree.leaves(params["layers"]) if x.ndim == 3]
+  sides = [(n, *sorted(sides)) for n, *sides in kernels]
+  assert (adamw.matrices, adamw.matrix_flops) == (0, 0)
+  assert muon.matrices == sum(math.prod(shape) for shape in kernels)
+  assert muon.matrix_flops == sum(5 * n * (4 * s * s * m + 2 * s**3) for n, s, m in sides)
+  assert after.seconds > before.seconds
+
+
 def every(made, devices=4):
   return list(search.candidates(made, devices))
 

@@ -3,11 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxscale import config as cfg
+from jaxscale import hlo
+from jaxscale.experiment import build
 from jaxscale.optim import init_matrices, map_matrices, matrix_rows
-from jaxscale.optim.matrices import dealt_by
+from jaxscale.optim.matrices import cubic, dealt_by
 from jaxscale.parallel.deal import make_dealer
+from support.configs import small_config
 from support.dealt import MESHES, SHAPES, STACKED, layout_of, numbers, put
 
 
@@ -28,15 +35,18 @@ def expected(path, x):
   return np.stack([of_whole(m) for m in matrices]).reshape(x.shape)
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("name", MESHES)
-def test_every_layout_gives_the_results_of_whole_matrices(name):
+def test_every_layout_gives_the_results_of_whole_matrices(name, is_shared):
+  """Devices that hold the same parts share expensive functions, and repeat cheap ones."""
   layout = layout_of(name)
   tree = numbers(layout, 0)
+  cost = (lambda n, m: 1e9 * n * m) if is_shared else cubic
 
   @jax.jit
   def apply(tree):
     with dealt_by(make_dealer(layout)):
-      return map_matrices(function, tree, stacked=STACKED)
+      return map_matrices(function, tree, stacked=STACKED, cost=cost)
 
   found = jax.device_get(apply(put(tree, layout)))
   for path, x in jax.tree.leaves_with_path(tree):
@@ -44,6 +54,25 @@ def test_every_layout_gives_the_results_of_whole_matrices(name):
     for key in path:
       result = result[key.key]
     np.testing.assert_allclose(result, expected(path, x), rtol=3e-5, atol=1e-4, err_msg=str(path))
+
+
+def test_more_devices_than_matrices_are_groups():
+  """Five matrices on 8 devices: two groups of 4 compute them, and gather among themselves."""
+  layout = layout_of("data")
+  tree = {"layers": {"up": numbers(layout, 0)["layers"]["up"]}, "head": numbers(layout, 0)["head"]}
+
+  @jax.jit
+  def apply(tree):
+    with dealt_by(make_dealer(layout)):
+      return map_matrices(function, tree, stacked=STACKED, cost=lambda n, m: 1e9 * n * m)
+
+  for path, x in jax.tree.leaves_with_path(jax.device_get(apply(tree))):
+    of_path = tree["head"] if path[0].key == "head" else tree["layers"]["up"]
+    np.testing.assert_allclose(x, expected(path, of_path), rtol=3e-5, atol=1e-4)
+  mesh = Mesh(layout.mesh.devices, layout.mesh.axis_names)
+  where = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
+  (gather,) = hlo.collectives(apply.lower(where).compile(), mesh)
+  assert gather.kind == "all-gather" and gather.group_size == 4
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -96,3 +125,38 @@ def test_state_stays_with_the_owner_of_its_matrix(name):
         )
         leaf = leaf.reshape(-1, *kept["sum"].shape[1:])
         np.testing.assert_allclose(kept["sum"][row], leaf[index], rtol=1e-5)
+
+
+class Summed(cfg.Optimizer):
+  """Sums of the gradients of matrices, kept by their owners."""
+
+  has_matrix_state = True
+
+  def build(self, schedule, context):
+    def labels(params):
+      return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", params)
+
+    def add(x, sums):
+      sums = sums + x
+      return sums / jnp.linalg.norm(sums, axis=(1, 2), keepdims=True), sums
+
+    sums = optax.GradientTransformation(
+      lambda params: init_matrices(jnp.zeros, params),
+      lambda updates, state, params=None: map_matrices(add, updates, state=state),
+    )
+    parts = optax.partition({"matrix": sums, "rest": optax.identity()}, labels)
+    return optax.chain(parts, optax.scale_by_learning_rate(schedule))
+
+
+def test_an_optimizer_of_a_config_file_is_dealt_out():
+  """Its state has a row for each matrix, on its owner, and the model needs no layout of its own."""
+  config = small_config(optimizer=Summed(lr=0.1))
+  experiment = build.experiment(config, datasets=config.data.abstract(config.batch_size))
+  (line,) = experiment.dealt_out
+  assert line.startswith("optimizer: 2 whole matrices dealt out over 8 devices, at most 1 on each")
+  state = experiment.abstract_state()
+  rows = [x for x in jax.tree.leaves(state.opt_state) if x.ndim == 3]
+  assert [x.shape for x in rows] == [(8, 64, 8), (8, 8, 10)]
+  assert all(x.sharding.spec == P(experiment.mesh.axis_names) for x in rows)
+  text = experiment.lower_train_step(state).compile().as_text()
+  assert "all-gather" in text and "all-to-all" not in text

@@ -4,6 +4,7 @@ import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -41,24 +42,31 @@ MANY = "data x fsdp x model"
 QUICK = f"replicated -> {MANY}", "replicated -> one"
 
 
+IS_STACKED, IS_OUTER = optim.matching("^layers/"), optim.matching("^(embed|head)/")
+OPTIMIZERS = {
+  "adamw": optim.adamw(1e-2),
+  "muon": optim.muon(1e-3, stacked=IS_STACKED, by_adam=IS_OUTER),
+}
+
+
 @functools.cache
-def parts(name):
+def parts(name, optimizer="adamw"):
   """Return a layout's abstract state, initial state and step."""
   count, sizes, options = LAYOUTS[name]
   mesh, stack, layout = stack_layout(sizes, options, count=count)
   piped = "stage" in mesh.axis_names
   loss = gpipe_grads(stack, layout) if piped else stack_loss(stack, layout)
   init = lambda key: (stack.init(key), {})  # noqa: E731
-  arguments = init, optim.adamw(1e-2), mesh, plain(exchange_axes(layout))
+  arguments = init, OPTIMIZERS[optimizer], mesh, plain(exchange_axes(layout))
   options = dict(ema_decay=0.9, num_microbatches=2 if piped else 1)
   state, step = training(loss, *arguments, layout=layout, seed=1, **options)
   abstract = abstract_state(*arguments, layout=layout, average=True)
   return SimpleNamespace(mesh=mesh, abstract=abstract, state=state, step=step)
 
 
-def train(name, state, steps):
+def train(name, state, steps, optimizer="adamw"):
   """Return the state after some more steps, and their losses; the input state is donated."""
-  made, losses = parts(name), []
+  made, losses = parts(name, optimizer), []
   for _ in range(steps):
     state, metrics = made.step(state, batch(int(state.step), made.mesh))
     losses.append(metrics["loss"].item())
@@ -97,6 +105,21 @@ def test_any_layout_resumes_from_any_other(pair, saved):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before.end)
   np.testing.assert_allclose(losses, before.losses, rtol=1e-6)
   assert worst_leaf(jax.device_get(state.params), before.end.params) <= 1e-5
+
+
+@pytest.mark.parametrize(
+  "here", [MANY, *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS)]
+)
+def test_muon_resumes_under_any_layout(here, tmp_path):
+  """Its matrices are dealt out differently, but its state is that of the parameters."""
+  state, _ = train("fsdp", jax.tree.map(jnp.copy, parts("fsdp", "muon").state), SAVED_AT, "muon")
+  save(tmp_path, state)
+  resumed = restore(tmp_path, parts(here, "muon").abstract)
+  state, losses = train("fsdp", state, STEPS - SAVED_AT, "muon")
+  resumed, found = train(here, resumed, STEPS - SAVED_AT, "muon")
+  np.testing.assert_allclose(found, losses, rtol=1e-6)
+  params = (jax.device_get(x.params) for x in (resumed, state))
+  assert worst_leaf(*params) <= (0 if here == "fsdp" else 2e-6)
 
 
 def test_a_checkpoint_of_other_rules_is_restored(tmp_path):

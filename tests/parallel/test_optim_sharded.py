@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from jaxscale import hlo, optim
-from jaxscale.config.loading import load_config, override
+from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.optim.matrices import dealt_by
 from jaxscale.optim.tree_paths import path_name
@@ -124,19 +124,58 @@ def test_muon_is_that_of_whole_matrices_in_float64(mesh, optimizer):
     assert distance <= 1e-6, name
 
 
-def program(optimizer, **fields):
-  """Return the collectives of a step of configs/text.py, compiled for 8 devices."""
-  config = load_config("configs/text.py", {"optimizer": optimizer})
-  config = override(config, {k.replace("__", "."): str(v) for k, v in fields.items()})
+LAYOUTS = {
+  "fsdp": {"mesh.data": "1", "mesh.fsdp": "8", "layout.shard": "fsdp"},
+  "zero1": {"mesh.data": "1", "mesh.fsdp": "8", "layout.shard": "zero1"},
+  "replica x fsdp": {"mesh.replica": "2", "mesh.data": "1", "mesh.fsdp": "4"},
+  "data": {"mesh.data": "8"},
+  "fsdp x model": {"mesh.data": "1", "mesh.fsdp": "2", "mesh.model": "4"},
+  "fsdp x stage": {"mesh.data": "1", "mesh.fsdp": "4", "mesh.stage": "2"},
+}
+LAYOUTS["replica x fsdp"]["layout.shard"] = LAYOUTS["fsdp x model"]["layout.shard"] = "fsdp"
+LAYOUTS["fsdp x stage"] |= {"layout.shard": "fsdp", "accumulate_steps": "2"}
+SPLIT = {
+  "fsdp": 8,
+  "zero1": 8,
+  "replica x fsdp": 4,
+  "data": 1,
+  "fsdp x model": 8,
+  "fsdp x stage": 8,
+}
+# Elements of the matrices of configs/text.py: 16 of attention, 12 of MLPs.
+MATRICES = 16 * 128 * 128 + 12 * 128 * 384
+
+
+@functools.cache
+def sent(optimizer, layout):
+  """Return the bytes that a device sends in a step of configs/text.py, and calls by kind."""
+  config = load_config("configs/text.py", {"optimizer": optimizer} | LAYOUTS[layout])
   experiment = build.experiment(config, datasets=config.data.abstract(config.batch_size))
   compiled = experiment.lower_train_step(experiment.abstract_state()).compile()
-  return hlo.collectives(compiled, experiment.mesh), compiled.as_text()
-
-
-def sent(collectives):
-  """Return the bytes that a device sends, and the number of calls of each kind over devices."""
-  calls = {}
-  for c in collectives:
+  calls, total = {}, 0
+  for c in hlo.collectives(compiled, experiment.mesh):
     if c.wire_bytes:
       calls[c.kind] = calls.get(c.kind, 0) + c.times
-  return sum(c.times * c.wire_bytes for c in collectives), calls
+      total += c.times * c.wire_bytes
+  return total, calls
+
+
+def test_muon_sends_its_matrices_once_each_way():
+  """Nothing is gathered in Newton and Schulz's iteration (46.1 MB and 90 gathers before)."""
+  (before, calls), (total, more) = sent("AdamW", "fsdp"), sent("Muon", "fsdp")
+  assert more == calls | {"all-to-all": 2}
+  assert before < 9.5e6 and total <= 10.3e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_muon_sends_at_most_twice_its_matrices_more(layout):
+  assert sent("Muon", layout)[0] - sent("AdamW", layout)[0] <= 2 * 4 * MATRICES / SPLIT[layout]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("optimizer", ["LARS", "LAMB"])
+def test_trust_ratios_send_only_norms(layout, optimizer):
+  """A ratio needs two norms and their scales, of 4 bytes each, of at most 70 layers' arrays."""
+  assert sent(optimizer, layout)[0] - sent("AdamW", layout)[0] <= 70 * 4 * 4 * 2
