@@ -33,7 +33,7 @@ def validation_loss(coeffs: str, dtype: str, steps: int, seed: int) -> float:
   """Train once, and return the validation loss in nats per byte."""
   fields = {"optimizer": "Muon", "optimizer.lr": LR, "optimizer.ns_coeffs": coeffs}
   fields |= {"optimizer.ns_dtype": dtype, "steps": steps, "epochs": None, "seed": seed}
-  fields |= {"evaluation.every_epochs": 99, "checkpoint.every_epochs": None}
+  fields |= {"evaluation.every_epochs": 99, "checkpoint.every_epochs": 99}
   options = [f"--config.{name}={value}" for name, value in fields.items()]
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "jaxscale.train", "--config", str(ROOT / "configs/text.py")]

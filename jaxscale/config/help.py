@@ -27,9 +27,8 @@ _FIRST = """model data optimizer optimizer.lr schedule schedule.warmup_epochs lo
   target_accuracy mesh.data mesh.fsdp mesh.stage mesh.model layout.shard
   layout.remat exchange sync evaluation.every_epochs checkpoint.every_epochs log.every_steps"""
 _MORE = """
-Settings of a file, with their values: --config FILE --help
-Other settings: --help=SECTION, --help=data.TFDS (a class),
-  --help=optimizer.lr (a setting), --help=config (those in no section), --help=all"""
+Settings of a file, with values: --config FILE --help; others: --help=SECTION,
+  --help=data.TFDS (a class), =optimizer.lr (one), =config (in no section), =all"""
 
 
 class Entry(NamedTuple):
