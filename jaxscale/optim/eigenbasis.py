@@ -217,7 +217,7 @@ def scale_by_soap(
     bias = [one_minus_power(b, steps) for b in (b1, b2)]
     function = functools.partial(step, bias, refresh, state.has_basis)
     moved, moments = map_matrices(function, updates, state=state.moments, **dealt)
-    return moved, SOAPState(state.count + 1, jnp.ones([], bool), moments)
+    return moved, SOAPState(state.count + 1, state.has_basis | True, moments)
 
   return optax.GradientTransformation(init, update)
 

@@ -1,5 +1,6 @@
 """SOAP under layouts: equal to one device, no collective inside, checkpoints of other layouts."""
 
+import dataclasses
 import functools
 import json
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale import config as cfg
 from jaxscale import hlo, optim
 from jaxscale.checkpoint import checksum
 from jaxscale.checkpoint.reshard import dealt_before
@@ -17,8 +19,10 @@ from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel import placement, stack_loss
 from jaxscale.parallel.deal import make_dealer
 from jaxscale.parallel.layout_exchange import exchange_axes
+from jaxscale.run.fit import fit
 from jaxscale.training.state import abstract_state
 from support.cases import all_slow_except
+from support.configs import small_config
 from support.leaves import assert_like
 from support.saving import restore, save
 from support.stack_layouts import stack_layout
@@ -186,3 +190,11 @@ def test_a_step_sends_two_all_to_alls_more_than_adamw():
   assert sent["adamw"] < sent["soap"] <= sent["adamw"] + 2 * size / 8
   kinds = {name: [c.kind for c in of if c.payload_bytes > 64] for name, of in found.items()}
   assert sorted(kinds["soap"]) == sorted([*kinds["adamw"], "all-to-all", "all-to-all"])
+
+
+def test_workers_of_diloco_have_soap_inside(tmp_path):
+  sync = cfg.DiLoCo(sync_every_steps=2)
+  config = small_config(optimizer=cfg.SOAP(lr=1e-2, precondition_frequency=2), sync=sync)
+  config = dataclasses.replace(config, epochs=None, steps=6, mesh=cfg.Mesh(data=8))
+  result = fit(config, tmp_path)
+  assert int(result.state.step) == 6 and np.isfinite(result.summary["loss"])
