@@ -34,6 +34,8 @@ def validation_loss(coeffs: str, dtype: str, steps: int, seed: int) -> float:
   fields = {"optimizer": "Muon", "optimizer.lr": LR, "optimizer.ns_coeffs": coeffs}
   fields |= {"optimizer.ns_dtype": dtype, "steps": steps, "epochs": None, "seed": seed}
   fields |= {"evaluation.every_epochs": 99, "checkpoint.every_epochs": 99}
+  # Otherwise XLA on CPUs leaves out casts to bfloat16 and back, and computes in float32.
+  fields |= {"compiler_options.xla_allow_excess_precision": False}
   options = [f"--config.{name}={value}" for name, value in fields.items()]
   with tempfile.TemporaryDirectory() as folder:
     command = [sys.executable, "-m", "jaxscale.train", "--config", str(ROOT / "configs/text.py")]
