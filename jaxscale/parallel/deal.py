@@ -78,27 +78,6 @@ class _Class(NamedTuple):
   split: tuple[Axes, ...]
 
 
-class _Group(NamedTuple):
-  """Matrices that are exchanged together.
-
-  Attributes:
-    across: axes that split the matrices, over which they are sent.
-    layers: axes that split the layers of stacks.
-    others: axes along which devices hold the same parts and share the matrices.
-    classes: the classes of matrices.
-    owned: for each owner, in the order of `others` and `across`: for each class, the pairs
-      (leaf, layer among those of a device) that it owns.
-    dtype: dtype of the matrices.
-  """
-
-  across: Axes
-  layers: Axes
-  others: Axes
-  classes: list[_Class]
-  owned: list[list[list[tuple[int, int]]]]
-  dtype: Any
-
-
 def make_dealer(layout: Layout) -> Dealer:
   """Return the distribution of matrices over the devices of a layout.
 
@@ -176,11 +155,9 @@ class _Plan:
       alike = [a for a in self.sizes if a not in across + layers and not a.endswith(_GROUPS)]
       others = tuple(alike) if is_shared else ()
       members.setdefault((across, layers, others, leaf.dtype), []).append(i)
-    for (across, layers, others, dtype), indices in members.items():
+    for (across, layers, others, _), indices in members.items():
       for owned in self._chunks(indices, layers, self.size(others + across), cost):
-        kinds = sorted({self._class(i) for own in owned for i, _ in own})
-        by_class = [[[m for m in own if self._class(m[0]) == k] for k in kinds] for own in owned]
-        yield _Group(across, layers, others, kinds, by_class, dtype)
+        yield _Group(self, across, layers, others, owned)
 
   def _chunks(
     self, indices: list[int], layers: Axes, count: int, cost: Cost
@@ -195,7 +172,7 @@ class _Plan:
     chunks = min(max(elements // (count * _CHUNK), 1), _MOST_CHUNKS)
     loads, owned, of_class = [0.0] * count, [[] for _ in range(count)], collections.Counter()
     for negative, i, layer in sorted(matrices):
-      kind = self._class(i)
+      kind = self.kind(i)
       owner = min(range(count), key=lambda j, k=kind: (loads[j], of_class[j, k], j))
       owned[owner].append((loads[owner], i, layer))
       loads[owner] -= negative
@@ -208,7 +185,7 @@ class _Plan:
     chosen = set(axes)
     return tuple(a for a in self.sizes if a in chosen)
 
-  def _class(self, i: int) -> _Class:
+  def kind(self, i: int) -> _Class:
     leaf, first = self.leaves[i], int(self.leaves[i].stacked)
     return _Class(leaf.matrix, leaf.shape[first:], tuple(self.specs[i][first:]))
 
@@ -222,16 +199,13 @@ class _Plan:
       positions = grid.reshape(self.size(group.layers), -1)
       for index, kind in enumerate(group.classes):
         devices = found.setdefault(as_text(kind.matrix), [[] for _ in range(self.mesh.size)])
-        slots = max(len(owned[index]) for owned in group.owned)
         for (block, owner), device in np.ndenumerate(positions):
           own = group.owned[owner][index]
-          rows = [self._name(i, layer, block, len(positions)) for i, layer in own]
-          devices[device] += rows + [""] * (slots - len(rows))
+          for i, layer in own:
+            names_of = self.leaves[i].names
+            devices[device].append(names_of[block * (len(names_of) // len(positions)) + layer])
+          devices[device] += [""] * (group.slots[index] - len(own))
     return {key: [row for rows in devices for row in rows] for key, devices in found.items()}
-
-  def _name(self, i: int, layer: int, block: int, blocks: int) -> str:
-    leaf = self.leaves[i]
-    return leaf.names[block * (leaf.count // blocks) + layer]
 
   def apply(self, function: Any, arrays: Sequence[Any], by_shape: dict[str, Any]):
     """Apply the function to all matrices, at their owners."""
@@ -239,13 +213,13 @@ class _Plan:
     def on_device(arrays: list[Any], by_shape: dict[str, Any]):
       found, states, taken = {}, {}, {}
       for group in self.groups:
-        wire, rows = _Wire(self, group), []
-        for kind, slots in zip(group.classes, wire.slots, strict=True):
+        rows = []
+        for kind, slots in zip(group.classes, group.slots, strict=True):
           key = as_text(kind.matrix)
           first, taken[key] = taken.get(key, 0), taken.get(key, 0) + slots
           rows.append(_rows(by_shape.get(key), first, slots))
-        buffer, rows = wire.compute(function, wire.gather(arrays), rows)
-        found |= wire.scatter(buffer)
+        buffer, rows = group.compute(function, group.gather(arrays), rows)
+        found |= group.scatter(buffer)
         for kind, state in zip(group.classes, rows, strict=True):
           states.setdefault(as_text(kind.matrix), []).append(state)
       results = [self._leaf(found, i, x.shape) for i, x in enumerate(arrays)]
@@ -263,37 +237,56 @@ class _Plan:
     return jnp.stack([found[i, layer] for layer in range(count)]).reshape(shape)
 
 
-class _Wire:
-  """Position of every matrix in the buffers that a group sends, inside `shard_map`.
+class _Group:
+  """Matrices that are exchanged together, and their positions in the buffers that are sent.
 
   A buffer [devices of `across`, elements] has one row per sender, with its parts of the
   matrices of one owner: class after class, each part in the order of its dims.
   """
 
-  def __init__(self, plan: _Plan, group: _Group):
-    self.plan, self.group = plan, group
-    self.senders = plan.size(group.across)
-    self.parts = [math.prod(kind.matrix) // self.senders for kind in group.classes]
-    self.counts = [tuple(map(len, owned)) for owned in group.owned]
+  def __init__(
+    self, plan: _Plan, across: Axes, layers: Axes, others: Axes, owned: list[list[tuple[int, int]]]
+  ):
+    """Create the group.
+
+    Args:
+      plan: the plan of all groups.
+      across: axes that split the matrices, over which they are sent.
+      layers: axes that split the layers of stacks.
+      others: axes along which devices hold the same parts and share the matrices.
+      owned: for each owner, in the order of `others` and `across`, the matrices that it owns:
+        pairs (leaf, layer among those of a device).
+    """
+    self.plan, self.across, self.layers, self.others = plan, across, layers, others
+    self.classes = sorted({plan.kind(i) for own in owned for i, _ in own})
+    self.owned = [[[m for m in own if plan.kind(m[0]) == k] for k in self.classes] for own in owned]
+    self.dtype, self.senders = (
+      plan.leaves[next(i for own in owned for i, _ in own)].dtype,
+      plan.size(across),
+    )
+    self.parts = [math.prod(kind.matrix) // self.senders for kind in self.classes]
+    self.counts = [tuple(map(len, own)) for own in self.owned]
     self.length = max(int(np.dot(counts, self.parts)) for counts in self.counts)
     self.slots = [max(counts) for counts in zip(*self.counts, strict=True)]
 
   def gather(self, arrays: Sequence[Any]) -> jax.Array:
     """Return the parts of this device's matrices, [senders, elements]."""
 
-    across, others = self.group.across, self.group.others
+    across, others = self.across, self.others
     rows: list[jax.Array] = []
-    for counts, owned in zip(self.counts, self.group.owned, strict=True):
-      rows += [self._layers(arrays[i], i)[n].reshape(-1) for i, n in itertools.chain(*owned)]
-      rows.append(jnp.zeros(self.length - int(np.dot(counts, self.parts)), self.group.dtype))
-    buffer = jnp.concatenate(vary(rows, across + self.group.layers))
+    for counts, owned in zip(self.counts, self.owned, strict=True):
+      for i, layer in itertools.chain(*owned):
+        x = arrays[i][layer] if self.plan.leaves[i].stacked else arrays[i]
+        rows.append(x.reshape(-1))
+      rows.append(jnp.zeros(self.length - int(np.dot(counts, self.parts)), self.dtype))
+    buffer = jnp.concatenate(vary(rows, across + self.layers))
     buffer = buffer.reshape(-1, self.senders, self.length)
     buffer = lax.dynamic_index_in_dim(buffer, lax.axis_index(others) if others else 0, 0, False)
     return lax.all_to_all(buffer, across, 0, 0) if across else buffer
 
   def compute(self, function: Any, buffer: Any, rows: list[Any]) -> tuple[Any, list[Any]]:
     """Replace this device's matrices by their results; return the buffer and the state."""
-    axes, numbers = self.group.others + self.group.across, sorted(set(self.counts))
+    axes, numbers = self.others + self.across, sorted(set(self.counts))
     branches = [functools.partial(self._compute, function, counts) for counts in numbers]
     operands = vary(buffer, self.plan.mesh.axis_names), rows
     if len(branches) == 1:
@@ -316,15 +309,15 @@ class _Wire:
 
   def scatter(self, buffer: jax.Array) -> dict[tuple[int, int], jax.Array]:
     """Return this device's part of the result of each matrix, flat, by leaf and layer."""
-    group, found = self.group, {}
-    if group.across:
-      buffer = lax.all_to_all(buffer, group.across, 0, 0)
-    if group.others:
-      buffer = lax.all_gather(buffer, group.others)
-    split = {*group.across, *group.layers}
+    found = {}
+    if self.across:
+      buffer = lax.all_to_all(buffer, self.across, 0, 0)
+    if self.others:
+      buffer = lax.all_gather(buffer, self.others)
+    split = {*self.across, *self.layers}
     alike = tuple(a for a in self.plan.mesh.axis_names if a not in split)
     buffer = same_everywhere(buffer, alike).reshape(-1, self.length)
-    for owner, owned in enumerate(group.owned):
+    for owner, owned in enumerate(self.owned):
       start = 0
       for size, own in zip(self.parts, owned, strict=True):
         for matrix in own:
@@ -332,19 +325,16 @@ class _Wire:
           start += size
     return found
 
-  def _layers(self, x: jax.Array, i: int) -> Any:
-    return x if self.plan.leaves[i].stacked else [x]
-
   def _whole(self, parts: jax.Array, index: int) -> jax.Array:
     """Put matrices together from the parts of all senders: [senders, elements] -> [k, in, out]."""
-    kind, across, plan = self.group.classes[index], self.group.across, self.plan
+    kind, across, plan = self.classes[index], self.across, self.plan
     local = [n // plan.size(axes) for n, axes in zip(kind.dims, kind.split, strict=True)]
     x = parts.reshape(*(plan.sizes[a] for a in across), -1, *local)
     return x.transpose(self._order(kind)).reshape(-1, *kind.matrix)
 
   def _parts(self, whole: jax.Array, index: int) -> jax.Array:
     """Split matrices into the parts of all senders; the inverse of `_whole`."""
-    kind, plan = self.group.classes[index], self.plan
+    kind, plan = self.classes[index], self.plan
     dims = [
       (*(plan.sizes[a] for a in axes), n // plan.size(axes))
       for n, axes in zip(kind.dims, kind.split, strict=True)
@@ -354,7 +344,7 @@ class _Wire:
 
   def _order(self, kind: _Class) -> list[int]:
     """Return the order of dims [senders' axes, k, local dims] as [k, axes and dim, ...]."""
-    across = self.group.across
+    across = self.across
     order = [len(across)]
     for dim, axes in enumerate(kind.split):
       order += [*map(across.index, axes), len(across) + 1 + dim]
