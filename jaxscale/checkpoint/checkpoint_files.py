@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 from jaxscale.checkpoint import write_limit
-from jaxscale.checkpoint.checksum import DamagedError, Shards, is_of
+from jaxscale.checkpoint.checksum import DamagedError, Rows, Shards, is_of
 from jaxscale.checkpoint.read_back import check_index, compare, open_leaves
 from jaxscale.errors import ConfigError, lacks_inodes
 from jaxscale.files import mismatch, require_json, sync, whole_number
@@ -178,13 +178,15 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     raise DamagedError("the manifest has changed")
   if mismatch(manifest.get("split"), (_SPLIT, None)):
     raise DamagedError("the manifest does not say how gradients are split")
+  if mismatch(manifest.get("rows", {}), {str: [str]}):
+    raise DamagedError("the manifest does not say which rows matrices have")
   name = whole_number(directory.name)
   if name is not None and name != manifest["step"]:
     raise DamagedError(f"it is a renamed copy of the checkpoint of step {manifest['step']}")
   return manifest
 
 
-def load(directory: Path, abstract: Any) -> Any:
+def load(directory: Path, abstract: Any, rows: Rows | None = None) -> Any:
   """Load arrays, sharded as in `abstract`.
 
   Args:
@@ -192,15 +194,25 @@ def load(directory: Path, abstract: Any) -> Any:
     abstract: a tree of `jax.ShapeDtypeStruct`s with shardings, or a part of it, e.g.
       {"params": …}. Arrays that are smaller on the disk end with zeros, and larger ones are
       truncated.
+    rows: arrays whose rows are read in another order, by name: the row in the file of each
+      row, or -1 for zeros.
 
   Raises:
     DamagedError: an array cannot be read.
   """
 
   def loaded(path: Any, x: Any) -> jax.Array:
-    array = arrays[path_name(path)].result()
+    name = path_name(path)
+    array = arrays[name].result()
 
     def read(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
+      if rows is None or name not in rows:
+        return read_range(ranges)
+      last = array.shape[0]
+      order = [last if row < 0 else row for row in rows[name][slice(*ranges[0])]]
+      return np.concatenate([read_range(((row, row + 1), *ranges[1:])) for row in order])
+
+    def read_range(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
       sizes = zip(ranges, array.shape, strict=True)
       there = tuple(slice(min(a, n), min(b, n)) for (a, b), n in sizes)
       part = np.zeros([b - a for a, b in ranges], x.dtype)

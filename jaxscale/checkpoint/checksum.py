@@ -11,7 +11,7 @@ two highest bits could cancel out, so these are mixed by a bijection first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ import numpy as np
 from jaxscale.cluster import sum_over_processes
 from jaxscale.optim.tree_paths import path_name
 
+Rows = Mapping[str, Sequence[int]]  # by the name of an array: the saved row of each row, or -1
 _CHUNK = 1 << 15  # elements at a time, so that temporaries stay in a core's cache
 _PREFIX = "linear-"  # of checksums in manifests
 
@@ -28,16 +29,18 @@ class DamagedError(Exception):
   """A checkpoint is damaged; the message says why."""
 
 
-def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> None:
+def verify(
+  tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None, rows: Rows | None = None
+) -> None:
   """Compare the arrays of a checkpoint with the checksums in its manifest.
 
-  All processes must call this; `shapes` is as for `manifest`.
+  All processes must call this; `shapes` and `rows` are as for `manifest`.
 
   Raises:
     DamagedError: an array differs from the saved one.
   """
   try:
-    current = manifest(tree, shapes)
+    current = manifest(tree, shapes, rows)
   except FloatingPointError as e:
     raise DamagedError(f"FloatingPointError: {e}") from e
   for name, leaf in current.items():
@@ -45,7 +48,7 @@ def verify(tree: Any, leaves: dict[str, dict[str, Any]], shapes: Any = None) -> 
       raise DamagedError(f"the checksum of {name} does not match")
 
 
-def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
+def manifest(tree: Any, shapes: Any = None, rows: Rows | None = None) -> dict[str, dict[str, Any]]:
   """Return the shape, dtype and checksum of every leaf, by path.
 
   Each process reads its own shards, replicas only once; all processes must call this.
@@ -54,12 +57,14 @@ def manifest(tree: Any, shapes: Any = None) -> dict[str, dict[str, Any]]:
     tree: a tree of `jax.Array`s.
     shapes: a tree of shapes to which the arrays of `tree` are truncated, if they are padded
       by rows to fit on more devices; None counts all rows.
+    rows: arrays of `tree` whose rows have another order in `shapes`, by name: the row there
+      of each row, or -1 for a row of zeros, which adds nothing.
 
   Raises:
     FloatingPointError: a leaf has NaN or Inf; the message has its name.
   """
   shapes = tree if shapes is None else shapes
-  return with_checksums(describe(shapes), sum_shards(own_shards(tree, shapes)))
+  return with_checksums(describe(shapes), sum_shards(own_shards(tree, shapes, rows)))
 
 
 class Shards(NamedTuple):
@@ -80,7 +85,7 @@ class Shards(NamedTuple):
   shape: tuple[int, ...]
 
 
-def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
+def own_shards(tree: Any, shapes: Any = None, rows: Rows | None = None) -> list[Shards]:
   """Return the shards that this process adds to the checksums, on the host.
 
   On CPUs they are views of the arrays, and keep the memory when these are donated.
@@ -88,8 +93,9 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
   Args:
     tree: a tree of `jax.Array`s.
     shapes: the shapes, as for `manifest`.
+    rows: the order of rows, as for `manifest`.
   """
-  leaves = jax.tree.leaves(tree)
+  leaves, names = jax.tree.leaves(tree), [*describe(tree)]
   likes = leaves if shapes is None else jax.tree.leaves(shapes)
   pairs = list(zip(leaves, likes, strict=True))
   held = []
@@ -99,11 +105,12 @@ def own_shards(tree: Any, shapes: Any = None) -> list[Shards]:
     shard.data.copy_to_host_async()
   shards: dict[Any, Shards] = {}
   for i, shard, shape in held:
-    data, index = _within(shape, np.asarray(shard.data), shard.index)
-    key = shape, tuple((s.start, s.stop) for s in index)
-    group = shards.setdefault(key, Shards([], [], index, shape))
-    group.leaves.append(i)
-    group.data.append(data)
+    order = rows.get(names[i]) if rows else None
+    for data, index in _parts(shape, np.asarray(shard.data), shard.index, order):
+      key = shape, tuple((s.start, s.stop) for s in index)
+      group = shards.setdefault(key, Shards([], [], index, shape))
+      group.leaves.append(i)
+      group.data.append(data)
   return list(shards.values())
 
 
@@ -166,6 +173,16 @@ def count_bad(data: np.ndarray) -> int:
   flat = np.ascontiguousarray(data).reshape(-1)
   parts = (flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK))
   return sum(part.size - int(np.count_nonzero(np.isfinite(part))) for part in parts)
+
+
+def _parts(shape, data: np.ndarray, index: tuple[slice, ...], order: Sequence[int] | None):
+  """Yield the parts of a shard with their positions in the array that was saved."""
+  if order is None:
+    yield _within(shape, data, index)
+    return
+  for row, old in zip(data, order[index[0]], strict=True):
+    if old >= 0:
+      yield row[None], (slice(old, old + 1), *index[1:])
 
 
 def _within(shape, data: np.ndarray, index: tuple[slice, ...]):

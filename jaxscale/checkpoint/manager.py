@@ -35,6 +35,7 @@ from jaxscale.errors import EXIT_CRASH, ConfigError, NonFiniteError, disk_advice
 from jaxscale.files import expand, sync
 from jaxscale.metrics import score
 from jaxscale.metrics.log import logger
+from jaxscale.optim.matrices import saved_rows
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.types import TrainState
 
@@ -267,6 +268,8 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
       return None
     manifest = {"step": step, "metrics": metrics or {}}
     manifest |= {"leaves": checksum.describe(state)}
+    if rows := saved_rows(state):
+      manifest["rows"] = rows
     if self.identity is not None:
       manifest["identity"] = self.identity
     if (host_state := self.host_state()) is not None:

@@ -38,6 +38,7 @@ from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
 from jaxscale.errors import NonFiniteError
 from jaxscale.files import read_json, unsafe_owner, whole_number, write_json
 from jaxscale.metrics.log import logger
+from jaxscale.optim.matrices import saved_rows
 from jaxscale.parallel.layout_exchange import Split
 
 RECORD = "local.json"
@@ -92,6 +93,7 @@ class LocalCopies:
     self.step, self.reports_nan = step, True
     self._is_last = jax.process_count() == 1
     footer = {"run": self._run, "step": step, "split": self._split}
+    footer |= {"rows": saved_rows(state)}
     footer |= {"callbacks": host_state} if host_state is not None else {}
     footer |= {"process": jax.process_index(), "processes": jax.process_count()}
     try:
@@ -224,7 +226,8 @@ class LocalCopies:
         footer = self._footer(file, record)
         if abstract is None:
           return None, None
-        if footer.get("split") != self._split:
+        is_same = footer.get("split") == self._split
+        if not is_same or footer.get("rows", {}) != saved_rows(abstract):
           raise DamagedError("it has a different layout")
         self.restored = footer.get("callbacks")
         return node_file.read_state(file, footer["leaves"], abstract), None

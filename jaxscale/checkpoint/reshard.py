@@ -1,10 +1,11 @@
 """Reshard a checkpoint of other devices or another layout: what to load, how to convert it.
 
-Only `exchange_state` in a `TrainState` depends on the number of devices and the layout: it
-has one entry per device. If the exchange defines how N entries become N' entries
-(`Exchange.resize`), the entries are loaded as they were saved, ceil(N / N') per device with
-zeros after the last one, verified, and converted on the devices. No device holds more than
-its share.
+Two parts of a `TrainState` depend on the number of devices and the layout. The state of
+matrices (`optim.MatrixState`) has a row per matrix: each device reads the rows of the
+matrices that it owns now. `exchange_state` has one entry per device. If the exchange
+defines how N entries become N' entries (`Exchange.resize`), the entries are loaded as they
+were saved, ceil(N / N') per device with zeros after the last one, verified, and converted
+on the devices. No device holds more than its share.
 
 Under a layout, each device keeps entries for its own parts of the gradients. If the parts
 are the same now, the entries of each part are resized among themselves. A count of steps
@@ -24,6 +25,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxscale.checkpoint import checksum
 from jaxscale.metrics.text import plural
+from jaxscale.optim.matrices import saved_rows
+from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.layout_exchange import Split
 from jaxscale.training.types import TrainState, WorkerState
 
@@ -131,6 +134,39 @@ def find_reshard(
     problem += "the exchange does not define how its state is resized (Exchange.resize)"
   problem += f"; {advice}, or use another --workdir to start anew"
   return Reshard(old, new, state, None, problem)
+
+
+def dealt_before(
+  manifest: Mapping[str, Any], requested: TrainState
+) -> tuple[checksum.Rows, TrainState]:
+  """Find the arrays whose rows belong to other matrices in a checkpoint.
+
+  Args:
+    manifest: as for `find_reshard`, with the names of the matrices of all rows.
+    requested: the requested state.
+
+  Returns:
+    For each such array, by name: the saved row of each row, or -1 for none; and the requested
+    state with the number of rows that was saved.
+  """
+  saved, order = manifest.get("rows", {}), {}
+  for path, names in saved_rows(requested).items():
+    before = saved.get(path, names)
+    if before != names and {*before, ""} == {*names, ""}:
+      places = {name: i for i, name in enumerate(before) if name}
+      order[path] = len(before), [places.get(name, -1) for name in names]
+
+  def folder(name: str) -> str | None:
+    return next((path for path in order if name.startswith(f"{path}/")), None)
+
+  def as_saved(path: Any, x: Any):
+    if (found := folder(path_name(path))) is None:
+      return x
+    return jax.ShapeDtypeStruct((order[found][0], *x.shape[1:]), x.dtype)
+
+  names = [name for name in checksum.describe(requested) if folder(name)]
+  rows = {name: order[folder(name)][1] for name in names}
+  return rows, jax.tree.map_with_path(as_saved, requested)
 
 
 def without_empty(state: TrainState) -> TrainState:

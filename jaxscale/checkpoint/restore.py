@@ -36,13 +36,13 @@ def restore_step(
   manifest = read_manifest(path)
   leaves = manifest["leaves"]
   other = reshard.find_reshard(manifest, abstract, resize, split)
-  saved = other.saved if other else abstract
+  rows, saved = reshard.dealt_before(manifest, other.saved if other else abstract)
   checkpoint_files.check_same_leaves(path, leaves, checksum.describe(saved))
   if other and other.convert is None:
     raise ConfigError(f"{path}: {other.problem}")
   target = reshard.without_empty(other.to_load(abstract) if other else abstract)
-  state = load_for_all(path, target)
-  checksum.verify(state, leaves, reshard.without_empty(saved))
+  state = load_for_all(path, target, rows)
+  checksum.verify(state, leaves, reshard.without_empty(saved), rows)
   state = reshard.with_empty(state, abstract)
   if other:
     state = other.apply(state, abstract)
@@ -51,7 +51,7 @@ def restore_step(
   return state, manifest.get("callbacks")
 
 
-def load_for_all(path: Path, abstract: Any) -> Any:
+def load_for_all(path: Path, abstract: Any, rows: checksum.Rows | None = None) -> Any:
   """Call `checkpoint_files.load` in all processes; if one cannot read it, none may use it.
 
   Raises:
@@ -59,7 +59,7 @@ def load_for_all(path: Path, abstract: Any) -> Any:
   """
   loaded, problem = None, None
   try:
-    loaded = checkpoint_files.load(path, abstract)
+    loaded = checkpoint_files.load(path, abstract, rows)
   except (DamagedError, OSError) as e:
     problem = str(e)
   if problems := [p for p in cluster.gather(problem) if p]:

@@ -27,10 +27,8 @@ _FIRST = """model data optimizer optimizer.lr schedule schedule.warmup_epochs lo
   target_accuracy mesh.data mesh.fsdp mesh.stage mesh.model layout.shard
   layout.remat exchange sync evaluation.every_epochs checkpoint.every_epochs log.every_steps"""
 _MORE = """
-Settings of a file, with their values: --config FILE --help
-Other settings: --help=SECTION, --help=data.TFDS (a class),
-  --help=optimizer.lr (a setting), --help=config (those in no section), --help=all
-Sections:"""
+Settings of a file, with values: --config FILE --help; others: --help=SECTION,
+  --help=data.TFDS (a class), =optimizer.lr (one), =config (in no section), =all"""
 
 
 class Entry(NamedTuple):
@@ -138,7 +136,7 @@ def first_settings() -> str:
   known = {e.path: e for e in reversed([*entries(None)])}
   chosen = [known[path] for path in _FIRST.split()]
   lines = [e.shown(re.split(r"\.$|[.;] ", e.text)[0]) for e in chosen]
-  return "\n".join([*lines, _MORE, *_wrap(", ".join(sections()), "  ")])
+  return "\n".join([*lines, _MORE, *_wrap(", ".join(sections()), "Sections: ", "  ")])
 
 
 def sections() -> list[str]:

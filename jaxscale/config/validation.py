@@ -167,7 +167,9 @@ def type_name(annotation: Any) -> str:
   if is_named(annotation):
     return f"dict from names to {type_name(item_type(annotation))}"
   if typing.get_origin(annotation) is tuple:
-    return f"tuple of {type_name(typing.get_args(annotation)[0])}"
+    item = typing.get_args(annotation)[0]
+    name = type_name(item)
+    return f"tuple of ({name})" if len(alternatives(item)) > 1 else f"tuple of {name}"
   return getattr(annotation, "__name__", str(annotation))
 
 

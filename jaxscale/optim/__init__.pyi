@@ -3,6 +3,8 @@ from .adam import lamb as lamb
 from .adam import scale_by_adam as scale_by_adam
 from .adam import scale_by_trust_ratio as scale_by_trust_ratio
 from .depth import layerwise_rate_decay as layerwise_rate_decay
+from .eigenbasis import scale_by_soap as scale_by_soap
+from .eigenbasis import soap as soap
 from .lars_variants import lars as lars
 from .lars_variants import scale_by_lars_ratio as scale_by_lars_ratio
 from .layers import TrustRatios as TrustRatios
@@ -37,6 +39,7 @@ from .schedules import warmup_steps as warmup_steps
 from .settings import LAMB as LAMB
 from .settings import LARS as LARS
 from .settings import SGD as SGD
+from .settings import SOAP as SOAP
 from .settings import AdamW as AdamW
 from .settings import CompleteP as CompleteP
 from .settings import Cosine as Cosine

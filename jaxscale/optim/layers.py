@@ -87,6 +87,40 @@ def flags_of(mask: Mask | Any | None, params: Any, *, default: bool) -> list[boo
   return [bool(flag) for flag in jax.tree.leaves(jax.tree.broadcast(tree, params))]
 
 
+def matrix_labels(
+  name: str, mask: Mask | None, stacked: Mask | None, by_adam: Mask | None
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+  """Return the labels of an optimizer of matrices and its mask of weight decay.
+
+  Args:
+    name: label of the leaves that it updates: matrices or, if stacked, stacks of matrices.
+    mask: the leaves that it may update, as in `layers_of`.
+    stacked: the stacked leaves, as in `layers_of`.
+    by_adam: the leaves of `mask` with the label "adam", given as for `mask`; None means none.
+
+  Returns:
+    params -> `name` or "adam" per leaf, for `optax.partition`; params -> bool per leaf, True
+    for all matrices of `mask`.
+  """
+
+  def is_matrix(layer: Layer, leaf: Any) -> bool:
+    return layer.chosen and leaf.ndim > 1 + layer.stacked
+
+  def decays(params: Any):
+    return map_layers(1, lambda *leaf: (is_matrix(*leaf),), params, mask, stacked)[0]
+
+  def labels(params: Any):
+    outer = flags_of(by_adam, params, default=False)
+    outer = jax.tree.structure(params).unflatten(outer)
+
+    def label(layer: Layer, leaf: Any, is_outer: bool):
+      return (name if is_matrix(layer, leaf) and not is_outer else "adam",)
+
+    return map_layers(1, label, params, mask, stacked, outer)[0]
+
+  return labels, decays
+
+
 def wide(dtype: Any) -> Any:
   """Return the dtype of norms and states: at least float32."""
   return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)

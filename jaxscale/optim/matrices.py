@@ -25,15 +25,17 @@ State of a matrix that stays with its owner, such as the preconditioners of SOAP
 
 It is a `MatrixState`: for every shape of matrices, arrays [rows, ...] with one row per matrix.
 Under a layout the first dim is sharded over all devices, each device has the same number of rows,
-and rows without a matrix keep their initial values. `matrix_rows` tells which matrix a row
-belongs to, which depends on the layout. On several devices the state needs a `parallel.Layout`,
-which a run has if `has_matrix_state = True` is set in the class of its optimizer.
+and rows without a matrix are 0. `matrix_rows` tells which matrix a row belongs to, which depends
+on the layout; a checkpoint records it, so that another layout restores each matrix's row. On
+several devices the state needs a `parallel.Layout`, which a run has if `has_matrix_state = True`
+is set in the class of its optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -81,14 +83,19 @@ class Leaf(NamedTuple):
     return [f"{self.name}/{i}" for i in range(self.count)] if self.stacked else [self.name]
 
 
-class MatrixState(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MatrixState:
   """State of the matrices, by shape.
 
   Attributes:
     by_shape: for each shape, as text such as "128x384", a tree of arrays [rows, ...].
+    rows: pairs of a shape and the name of the matrix in each row, "" for none. A checkpoint
+      records them, so that another layout can restore each matrix's row.
   """
 
   by_shape: dict[str, Any]
+  rows: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(metadata={"static": True})
 
 
 class Dealer(NamedTuple):
@@ -145,7 +152,7 @@ def map_matrices(
   by_shape = {} if state is None else state.by_shape
   found = _DEALER.get().apply(call, leaves_of(tree, stacked), arrays, cost, by_shape)
   results = structure.unflatten(found[0])
-  return results if state is None else (results, MatrixState(found[1]))
+  return results if state is None else (results, MatrixState(found[1], state.rows))
 
 
 def init_matrices(
@@ -172,11 +179,15 @@ def init_matrices(
   leaves = leaves_of(tree, stacked)
   kinds = {as_text(leaf.matrix): (leaf.matrix, leaf.dtype) for leaf in leaves}
 
-  def stack(key: str, count: int):
-    return jax.tree.map(lambda x: jnp.stack([x] * count), make(*kinds[key]))
+  def stack(key: str, names: Sequence[str]):
+    def of_rows(x: jax.Array):
+      return jnp.stack([x if name else jnp.zeros_like(x) for name in names])
+
+    return jax.tree.map(of_rows, make(*kinds[key]))
 
   rows = _DEALER.get().rows(leaves, cost)
-  return MatrixState({key: stack(key, len(names)) for key, names in rows.items()})
+  fixed = tuple((key, tuple(names)) for key, names in rows.items())
+  return MatrixState({key: stack(key, names) for key, names in fixed}, fixed)
 
 
 def matrix_rows(
@@ -184,6 +195,23 @@ def matrix_rows(
 ) -> Mapping[str, list[str]]:
   """Return the name of the matrix in each row of a `MatrixState`, by shape; "" for none."""
   return _DEALER.get().rows(leaves_of(tree, stacked), cost)
+
+
+def saved_rows(state: Any) -> dict[str, list[str]]:
+  """Return the name of the matrix in each row, by the path of a tree of arrays [rows, ...].
+
+  Example:
+    >>> state = init_matrices(lambda shape, dtype: jnp.zeros(shape), {"w": jnp.ones((3, 2))})
+    >>> saved_rows({"mu": state})
+    {'mu/by_shape/3x2': ['w']}
+  """
+
+  def is_dealt(node: Any) -> bool:
+    return isinstance(node, MatrixState)
+
+  nodes = jax.tree.leaves_with_path(state, is_leaf=is_dealt)
+  found = [(path_name(path), x) for path, x in nodes if is_dealt(x)]
+  return {f"{path}/by_shape/{key}": [*names] for path, x in found for key, names in x.rows}
 
 
 class Dealt(NamedTuple):

@@ -8,7 +8,7 @@ weight decay wd; c_t is 1 - m^t in optax and 1 in PyTorch:
     u = m v / c_{t+1} + (1 - m) g / c_t
     x = u / (|u| + eps)                         optax
     x = u / max(|u|, 1e-7)                      PyTorch
-    x = a x + (b s + c s s) x, s = x x^T        ns_steps times (Newton-Schulz)
+    x = a x + (b s + c s s) x, s = x x^T        ns_steps times (newton_schulz.py)
     w = w - lr (size x + wd w)
     size = sqrt(max(1, out / in))               "original"
     size = 0.2 sqrt(max(in, out))               "match_rms_adamw"
@@ -17,7 +17,7 @@ The second size is from arXiv:2502.16982, §2.2. The other equations and (a, b, 
 (3.4445, -4.7750, 2.0315) are from K. Jordan, "Muon: An optimizer for hidden layers in
 neural networks", 2024. The implementations are optax 0.2.8 contrib/_muon.py and torch
 2.13 optim/_muon.py. PyTorch always iterates in bfloat16. jaxscale iterates in the dtype
-of the parameters, at least float32.
+of the parameters, at least float32, unless `ns_dtype` is "bfloat16".
 
 Parameters that are not matrices inside the network use Adam. In optax's form Adam uses
 Nesterov momentum, too (NAdam: T. Dozat, 2016): m_hat = b1 m / (1 - b1^(t+1)) + (1 - b1) g
@@ -36,13 +36,12 @@ import jax.numpy as jnp
 import optax
 
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
-from jaxscale.optim.layers import Layer, flags_of, in_float32, is_injected, map_layers
+from jaxscale.optim.layers import in_float32, is_injected, matrix_labels
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.matrices import map_matrices
+from jaxscale.optim.newton_schulz import JORDAN, orthogonalize
 
-NS_COEFFS = (3.4445, -4.7750, 2.0315)
 NS_STEPS = 5
-_TORCH_EPS = 1e-7  # torch.optim.Muon's default
 
 
 class MuonState(NamedTuple):
@@ -65,7 +64,8 @@ def muon(
   nesterov: bool = True,
   weight_decay: float = 0.0,
   ns_steps: int = 5,
-  ns_coeffs: Sequence[float] = NS_COEFFS,
+  ns_coeffs: str | Sequence[Any] = JORDAN,
+  ns_dtype: str = "float32",
   adjust: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
   adam_rate_factor: float = 1.0,
   b1: float = 0.9,
@@ -95,7 +95,9 @@ def muon(
     weight_decay: decoupled weight decay of kernels, including those of `by_adam`; it is
       multiplied by the learning rate.
     ns_steps: number of Newton-Schulz iterations.
-    ns_coeffs: coefficients (a, b, c) of the iteration.
+    ns_coeffs: coefficients (a, b, c) of the iteration, a triple for each iteration, of which
+      the last is repeated, or the name of a variant in `newton_schulz`.
+    ns_dtype: dtype of the iteration, "float32" (or more, as the parameters) or "bfloat16".
     adjust: size of an update. "match_rms_adamw": as large as AdamW's, so that both can
       use the same learning rate. "original": K. Jordan's, which needs larger learning
       rates; set `adam_rate_factor` to reduce AdamW's.
@@ -115,21 +117,10 @@ def muon(
     >>> tx = muon(2e-3, variant="torch", by_adam=matching("^(embed|head)/"))
   """
 
-  def decays(params: Any):
-    return map_layers(1, lambda *leaf: (_is_matrix(*leaf),), params, mask, stacked)[0]
-
-  def labels(params: Any):
-    outer = flags_of(by_adam, params, default=False)
-    outer = jax.tree.structure(params).unflatten(outer)
-
-    def label(layer: Any, leaf: Any, is_outer: Any):
-      return ("muon" if _is_matrix(layer, leaf) and not is_outer else "adam",)
-
-    return map_layers(1, label, params, mask, stacked, outer)[0]
-
+  labels, decays = matrix_labels("muon", mask, stacked, by_adam)
   of_torch = variant == "torch"
-  iteration: Any = {"ns_steps": ns_steps, "ns_coeffs": ns_coeffs, "adjust": adjust}
-  iteration |= {"eps": None if of_torch else eps, "stacked": stacked}
+  iteration: Any = {"ns_steps": ns_steps, "ns_coeffs": ns_coeffs, "ns_dtype": ns_dtype}
+  iteration |= {"adjust": adjust, "eps": None if of_torch else eps, "stacked": stacked}
   inside = scale_by_muon(momentum, nesterov=nesterov, **iteration)
   adam = scale_by_adam(b1, b2, eps, nesterov=nesterov and not of_torch)
   parts: dict[Any, Any] = {"muon": inside, "adam": adam}
@@ -140,16 +131,13 @@ def muon(
   return in_float32(optax.chain(moved, optax.partition(factors, labels), rate))
 
 
-def _is_matrix(layer: Layer, leaf: Any) -> bool:
-  return layer.chosen and leaf.ndim > 1 + layer.stacked
-
-
 def scale_by_muon(
   momentum: float = 0.95,
   *,
   nesterov: bool = True,
   ns_steps: int = 5,
-  ns_coeffs: Sequence[float] = NS_COEFFS,
+  ns_coeffs: str | Sequence[Any] = JORDAN,
+  ns_dtype: str = "float32",
   adjust: Literal["original", "match_rms_adamw"] = "match_rms_adamw",
   eps: float | None = 1e-8,
   stacked: Mask | None = None,
@@ -165,7 +153,9 @@ def scale_by_muon(
     momentum: momentum m.
     nesterov: use Nesterov momentum.
     ns_steps: number of Newton-Schulz iterations.
-    ns_coeffs: coefficients (a, b, c) of the iteration.
+    ns_coeffs: coefficients (a, b, c) of the iteration, a triple for each iteration, of which
+      the last is repeated, or the name of a variant in `newton_schulz`.
+    ns_dtype: dtype of the iteration, "float32" (or more, as the parameters) or "bfloat16".
     adjust: size of an update; see `muon`.
     eps: term added to the norm before the iteration; None uses PyTorch's form.
     stacked: params -> bool per leaf, or a pattern. True: the first dim of the leaf counts
@@ -191,17 +181,17 @@ def scale_by_muon(
         u = momentum * v / ahead + (1 - momentum) * g / now
       return u
 
-    def orthogonalize(matrices: jax.Array):
+    def whole_step(matrices: jax.Array):
       inputs, outputs = matrices.shape[1:]
       size = math.sqrt(max(1, outputs / inputs))
       if adjust == "match_rms_adamw":
         size = 0.2 * math.sqrt(max(inputs, outputs))
-      return size * _orthogonalized(matrices, ns_steps, ns_coeffs, eps)
+      return size * orthogonalize(matrices, ns_steps, ns_coeffs, eps, ns_dtype)
 
     mu = jax.tree.map(lambda g, v: momentum * v + (1 - momentum) * g, updates, state.mu)
     moved = jax.tree.map(step, updates, mu)
     cost = functools.partial(_flops, NS_STEPS if is_injected(ns_steps) else ns_steps)
-    moved = map_matrices(orthogonalize, moved, stacked=stacked, cost=cost)
+    moved = map_matrices(whole_step, moved, stacked=stacked, cost=cost)
     return moved, MuonState(count, mu)
 
   return optax.GradientTransformation(init, update)
@@ -211,26 +201,3 @@ def _flops(steps: int, inputs: int, outputs: int) -> float:
   """Return the FLOPs of Newton-Schulz iterations: in each two products with x, and s s."""
   small, large = sorted((inputs, outputs))
   return steps * (4 * small**2 * large + 2 * small**3)
-
-
-def _orthogonalized(
-  matrices: jax.Array, steps: int, coeffs: Sequence[float], eps: float | None
-) -> jax.Array:
-  """Apply the Newton-Schulz iteration to each of n matrices [n, in, out]."""
-  norms = jnp.linalg.norm(matrices, axis=(1, 2), keepdims=True)
-  x = matrices / (jnp.maximum(norms, _TORCH_EPS) if eps is None else norms + eps)
-  tall = x.shape[1] > x.shape[2]
-  if tall:  # transposed, so that s is the smaller of the two products
-    x = x.swapaxes(1, 2)
-  a, b, c = coeffs
-
-  def iterate(_, x: Any):
-    s = x @ x.swapaxes(1, 2)
-    return a * x + (b * s + c * s @ s) @ x
-
-  if is_injected(steps):
-    x = jax.lax.fori_loop(0, steps, iterate, x)
-  else:
-    for i in range(steps):
-      x = iterate(i, x)
-  return x.swapaxes(1, 2) if tall else x

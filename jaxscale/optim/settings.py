@@ -19,12 +19,13 @@ if TYPE_CHECKING:
   from jaxscale.optim.parametrization import LeafFactors
 
 # The names for --config.optimizer= (HOMES in config/choice.py lists this module).
-__all__ = ["LAMB", "LARS", "SGD", "AdamW", "Cosine", "Muon", "Optax", "Polynomial", "Steps"]
-__all__ += ["CompleteP", "MuP", "Standard"]
+__all__ = ["LAMB", "LARS", "SGD", "SOAP", "AdamW", "Cosine", "Muon", "Optax", "Polynomial"]
+__all__ += ["CompleteP", "MuP", "Standard", "Steps"]
 
 _Published = Literal["paper", "nvidia", "tf_contrib", "tf_contrib_l2_in_loss", "torch", "optax"]
 _Clipped = Literal["larc_clip", "larc_scale", "nvcaffe_clip", "nvcaffe_scale", "timm", "timm_clip"]
 LarsVariant = Literal[_Published, _Clipped]
+NewtonSchulz = Literal["jordan", "you", "polar_express"]
 
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
@@ -174,7 +175,10 @@ class Muon(_Decaying):
     nesterov: whether to use Nesterov momentum.
     weight_decay: the decoupled weight decay of the weight matrices in `include`; 0 disables it.
     ns_steps: the number of Newton-Schulz iterations.
-    ns_coeffs: the three coefficients of a Newton-Schulz iteration, those of x, x^3 and x^5.
+    ns_coeffs: the three coefficients of a Newton-Schulz iteration, those of x, x^3 and x^5, or
+      three for each iteration, of which the last are repeated; or a published set, "jordan"
+      (the default), "you" or "polar_express" (arXiv:2505.16932).
+    ns_dtype: the dtype of the iteration; "float32" or "bfloat16", which is faster on GPUs.
     adjust: the scale of the update of an [in, out] matrix; "match_rms_adamw" (0.2 sqrt(max(in,
       out)), for AdamW's learning rates) or "original" (sqrt(max(1, out / in)), for higher
       learning rates).
@@ -189,7 +193,8 @@ class Muon(_Decaying):
   nesterov: bool = True
   weight_decay: NonNegative = 0.0
   ns_steps: Count = 5
-  ns_coeffs: tuple[float, ...] = (3.4445, -4.7750, 2.0315)
+  ns_coeffs: NewtonSchulz | tuple[float | tuple[float, ...], ...] = (3.4445, -4.7750, 2.0315)
+  ns_dtype: Literal["float32", "bfloat16"] = "float32"
   adjust: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
   adam_lr: Annotated[float | None, "> 0"] = None
   b1: Fraction = 0.9
@@ -200,9 +205,14 @@ class Muon(_Decaying):
 
   def __post_init__(self):
     super().__post_init__()
-    if len(self.ns_coeffs) != 3:
-      given = f"Muon.ns_coeffs={self.ns_coeffs}"
-      raise ConfigError(f"{given} must be three coefficients; give those of x, x^3 and x^5")
+    given = self.ns_coeffs
+    if isinstance(given, str):
+      return
+    lengths = {len(x) for x in given if isinstance(x, tuple)} or {len(given)}
+    is_mixed = len({isinstance(x, tuple) for x in given}) != 1
+    if lengths != {3} or is_mixed:
+      fix = "give those of x, x^3 and x^5, or three for each iteration"
+      raise ConfigError(f"Muon.ns_coeffs={given} must be three coefficients; {fix}")
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
@@ -211,6 +221,39 @@ class Muon(_Decaying):
     if context.embeddings is not None:
       options["by_adam"] = context.embeddings
     return optim.muon(schedule, **options)
+
+
+class SOAP(AdamW):
+  """Adam in the eigenbasis of Shampoo's preconditioners (arXiv:2409.11321).
+
+  AdamW updates vectors and, by default, the embeddings and the head of a Transformer or ViT;
+  see `optim.soap`.
+
+  Attributes:
+    shampoo_beta: the decay of the preconditioners; None uses `b2`.
+    precondition_frequency: the number of steps between two updates of the eigenbasis.
+    max_precond_dim: the longest side of a matrix that has a preconditioner; longer sides are
+      not rotated.
+    embeddings: the optimizer of the embeddings and the head; "adamw", or "soap" as in the paper,
+      which has no preconditioner on the side of a vocabulary above `max_precond_dim`.
+  """
+
+  b1: Fraction = 0.95
+  b2: Fraction = 0.95
+  weight_decay: NonNegative = 1e-2
+  shampoo_beta: Annotated[float | None, "in [0, 1)"] = None
+  precondition_frequency: Count = 10
+  max_precond_dim: Count = 10_000
+  embeddings: Literal["adamw", "soap"] = "adamw"
+
+  update_rule = ""  # No rule of transfer is published for its rotated moments.
+  has_matrix_state = True
+
+  def build(self, schedule: optax.Schedule, context: OptimizerContext):
+    options = _options(self, context)
+    if options.pop("embeddings") == "adamw" and context.embeddings is not None:
+      options["by_adam"] = context.embeddings
+    return optim.soap(schedule, **options)
 
 
 class Optax(Optimizer):

@@ -100,7 +100,7 @@ def test_the_help_of_train_is_short_and_leads_to_the_rest(capsys):
   assert page.count("\n") <= 100 and 25 <= page.count("\n  --config.") <= 35
   types = "('float32' | 'bfloat16' | 'float16' | 'float8'; default:\n          'float32')"
   assert f"--config.dtype  {types}\n      The type" in page
-  (names,) = re.findall(r"^Sections:\n((?:  .+\n)+)", page, re.M)
+  (names,) = re.findall(r"^Sections: ((?:.+\n)+)", page, re.M)
   for topic in [*re.findall(r"\w+", names), *re.findall(r"--help=([a-z]\S*\w)", page)]:
     assert cli.main(["train", f"--help={topic}"]) == 0
     assert "--config." in capsys.readouterr().out, topic

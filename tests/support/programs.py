@@ -39,6 +39,7 @@ RUNS = {
   "data x fsdp x model": laid_out(PARTS, data=2, fsdp=2, model=2, bf16=True),
   "in backward, accumulated": laid_out(PARTS, replica=2, data=2, fsdp=2, steps=2, layout=SLOW),
   "zero-2 x model, muon": laid_out("zero2", fsdp=2, data=2, model=2, optimizer=cfg.Muon(lr=1e-3)),
+  "fsdp x model, soap": laid_out(PARTS, fsdp=4, model=2, optimizer=cfg.SOAP(lr=1e-3)),
   "zero-1, adamw": laid_out("zero1", data=2, fsdp=4, optimizer=cfg.AdamW(lr=1e-3)),
   "tokens too": laid_out(PARTS, data=2, fsdp=2, model=2, layout={"model": "layers_and_tokens"}),
   "ring": laid_out(PARTS, data=2, fsdp=2, model=2, layout={"model": "ring", "remat": "full"}),

@@ -22,7 +22,7 @@ from support.optimizers import optimize, optimize64
 RATES = dict(lr=0.1, weight_decay=0.1)
 OPTIMIZERS = {
   kind.__name__.lower(): kind(**RATES)
-  for kind in (cfg.SGD, cfg.LARS, cfg.AdamW, cfg.LAMB, cfg.Muon)
+  for kind in (cfg.SGD, cfg.LARS, cfg.AdamW, cfg.LAMB, cfg.Muon, cfg.SOAP)
 }
 OPTIMIZERS["sgd, corrected"] = cfg.SGD(**RATES, nesterov=False, momentum_correction="always")
 OPTIMIZERS["larc"] = cfg.LARS(**RATES, variant="larc_clip")
@@ -73,7 +73,7 @@ def test_scales_and_biases_of_stacked_layers_do_not_decay(model, optimizer):
   assert "layers/attn_norm/scale" in stay and "head/norm/scale" in stay
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "soap"])
 def test_included_parameters_decay_and_no_others(name):
   params = start("vit")
   still = jax.tree.map(jnp.zeros_like, params)
@@ -89,7 +89,7 @@ def test_included_parameters_decay_and_no_others(name):
   assert decayed("timm") == kernels - {"embed/position"}
   assert decayed("^layers/.*kernel$") == {n for n in kernels if n[:6] == "layers"}
   everything = {path_name(p) for p, _ in jax.tree.leaves_with_path(params)}
-  assert decayed("all") == (kernels if name == "muon" else everything)
+  assert decayed("all") == (kernels if name in ("muon", "soap") else everything)
 
 
 def test_the_rate_of_what_adamw_moves():
@@ -114,6 +114,7 @@ EACH = {
   **{f"lars {v}": functools.partial(optim.lars, variant=v, **LARS) for v in VARIANTS},
   "lamb": optim.lamb,
   "muon": optim.muon,
+  "soap": functools.partial(optim.soap, precondition_frequency=2),
   "sgd": functools.partial(optim.sgd, weight_decay=0.3),
   "adamw": functools.partial(optim.adamw, weight_decay=0.3),
 }
