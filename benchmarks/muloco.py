@@ -197,7 +197,7 @@ def row(label: str, workers: int, lr: float, runs: list[Any]) -> dict[str, Any]:
 
 @one_line_errors
 def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--workers", default="4,16", help="by commas")
   parser.add_argument("--folder", type=Path, default=Path("runs/muloco"))
@@ -213,7 +213,9 @@ def main() -> int:
     sizes = [4] if kind == "data_parallel" else [*map(int, args.workers.split(","))]
     if kind in ("data_parallel", "muloco"):  # The others take MuLoCo's rate.
       lr, trials[kind] = best_rate(args, kind)
-    for workers in sizes if lr else []:
+    if lr is None:  # With --table, before all trials are there.
+      continue
+    for workers in sizes:
       runs = [run(args, kind, workers, lr, seed) for seed in range(args.seeds)]
       rows.append(row(kind, workers, lr, runs))
   if lr:
