@@ -149,23 +149,20 @@ def dealt_before(
     For each such array, by name: the saved row of each row, or -1 for none; and the requested
     state with the number of rows that was saved.
   """
-  saved, order = manifest.get("rows", {}), {}
+  saved, counts, rows = manifest.get("rows", {}), {}, {}
+  leaves = checksum.describe(requested)
   for path, names in saved_rows(requested).items():
     before = saved.get(path, names)
     if before != names and {*before, ""} == {*names, ""}:
       places = {name: i for i, name in enumerate(before) if name}
-      order[path] = len(before), [places.get(name, -1) for name in names]
-
-  def folder(name: str) -> str | None:
-    return next((path for path in order if name.startswith(f"{path}/")), None)
+      moved = [leaf for leaf in leaves if leaf.startswith(f"{path}/")]
+      counts |= dict.fromkeys(moved, len(before))
+      rows |= dict.fromkeys(moved, tuple(places.get(name, -1) for name in names))
 
   def as_saved(path: Any, x: Any):
-    if (found := folder(path_name(path))) is None:
-      return x
-    return jax.ShapeDtypeStruct((order[found][0], *x.shape[1:]), x.dtype)
+    count = counts.get(path_name(path))
+    return x if count is None else jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype)
 
-  names = [name for name in checksum.describe(requested) if folder(name)]
-  rows = {name: order[folder(name)][1] for name in names}
   return rows, jax.tree.map_with_path(as_saved, requested)
 
 

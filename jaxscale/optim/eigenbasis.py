@@ -130,15 +130,9 @@ def soap(
   """
 
   labels, decays = matrix_labels("soap", mask, stacked, by_adam)
-  inside = scale_by_soap(
-    b1,
-    b2,
-    shampoo_beta=shampoo_beta,
-    eps=eps,
-    precondition_frequency=precondition_frequency,
-    max_precond_dim=max_precond_dim,
-    stacked=stacked,
-  )
+  options: Any = {"precondition_frequency": precondition_frequency, "stacked": stacked}
+  options |= {"max_precond_dim": max_precond_dim, "shampoo_beta": shampoo_beta}
+  inside = scale_by_soap(b1, b2, eps=eps, **options)
   parts: dict[Any, Any] = {"soap": inside, "adam": scale_by_adam(b1, b2, eps)}
   decay = optax.add_decayed_weights(weight_decay, mask=decays)
   rate = optax.scale_by_learning_rate(learning_rate)

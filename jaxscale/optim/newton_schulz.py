@@ -48,14 +48,8 @@ _POLAR_EXPRESS: tuple[Coefficients, ...] = (
 )
 
 
-def _of_quotient(coefficients: Coefficients, divisor: float) -> Coefficients:
-  """Return the coefficients of the polynomial of z / divisor."""
-  a, b, c = coefficients
-  return a / divisor, b / divisor**3, c / divisor**5
-
-
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
-_DIVISORS = (1.01**2, *[1.01] * 6, 1.0)
+_SAFETY = (1.01**2, *[1.01] * 6, 1.0)
 VARIANTS: dict[str, tuple[Coefficients, ...]] = {
   "jordan": (JORDAN,),
   "you": (
@@ -65,7 +59,9 @@ VARIANTS: dict[str, tuple[Coefficients, ...]] = {
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
   ),
-  "polar_express": tuple(map(_of_quotient, _POLAR_EXPRESS, _DIVISORS)),
+  "polar_express": tuple(
+    (a / z, b / z**3, c / z**5) for (a, b, c), z in zip(_POLAR_EXPRESS, _SAFETY, strict=True)
+  ),
 }
 
 

@@ -206,11 +206,8 @@ class Muon(_Decaying):
   def __post_init__(self):
     super().__post_init__()
     given = self.ns_coeffs
-    if isinstance(given, str):
-      return
-    lengths = {len(x) for x in given if isinstance(x, tuple)} or {len(given)}
-    is_mixed = len({isinstance(x, tuple) for x in given}) != 1
-    if lengths != {3} or is_mixed:
+    sizes = {len(x) if isinstance(x, tuple) else -len(given) for x in given}
+    if not isinstance(given, str) and sizes not in ({3}, {-3}):
       fix = "give those of x, x^3 and x^5, or three for each iteration"
       raise ConfigError(f"Muon.ns_coeffs={given} must be three coefficients; {fix}")
 
