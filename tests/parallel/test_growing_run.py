@@ -88,7 +88,8 @@ def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
       event[f"growth/{n}"] for n in ("loss", "larger_loss", "difference", "error")
     )
     assert line == (
-      f"step {event['step'] - 1}  batch size stays 64: over 512 examples the loss is {larger:.4f} at "
+      f"step {event['step'] - 1}  batch size stays 64: over 512 examples the loss is "
+      f"{larger:.4f} at "
       f"128 and {loss:.4f} at 64, a difference of {off:.4f} ± {error:.4f}, not surely at most "
       "0.0000"
     )
