@@ -98,7 +98,8 @@ class Reporter:
       before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
       text = f"batch size is now {phase.batch_size:,}{size} (lr {before:.4g} to {now:.4g}){why}"
       logger.info(f"step {phase.start}  {text}")
-      self.write(phase.start, "growth", {"batch_size": float(phase.batch_size)})
+      # The first step of the new size: a resumed run does not write its first step's line again.
+      self.write(phase.start + 1, "growth", {"batch_size": float(phase.batch_size)})
     for note in notes:
       logger.info(note)
 

@@ -136,7 +136,7 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   cluster.on_leader(write, "batch sizes")
   values = {name: x for name, x in values.items() if math.isfinite(x)}
   if values:
-    run.reporter.write(step, "growth", values)
+    run.reporter.write(step + 1, "growth", values)
   return chosen
 
 

@@ -82,13 +82,14 @@ def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
   run(tmp_path, changes)
   lines = [x for x in capsys.readouterr().out.splitlines() if "batch size stays" in x]
   events = [x for x in metrics.read_metrics(tmp_path / "metrics.jsonl") if "growth/loss" in x]
-  assert [x["step"] for x in events] == [23, 45] and len(lines) == 2
+  assert [x["step"] for x in events] == [24, 46] and len(lines) == 2
   for line, event in zip(lines, events, strict=True):
     loss, larger, off, error = (
       event[f"growth/{n}"] for n in ("loss", "larger_loss", "difference", "error")
     )
     assert line == (
-      f"step {event['step']}  batch size stays 64: over 512 examples the loss is {larger:.4f} at "
+      f"step {event['step'] - 1}  batch size stays 64: over 512 examples the loss is "
+      f"{larger:.4f} at "
       f"128 and {loss:.4f} at 64, a difference of {off:.4f} ± {error:.4f}, not surely at most "
       "0.0000"
     )
