@@ -180,7 +180,7 @@ def main() -> None:
   args = parser.parse_args()
   if args.child:
     return child(args.child[0], json.loads(args.child[1]))
-  kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+  kept: Any = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
   kept = {"rows": kept["rows"], "ms_two_processes": kept.get("ms_two_processes", {})}
   if args.table:
     return print(table(kept))

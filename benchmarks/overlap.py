@@ -149,9 +149,9 @@ def resnet50():
   """Return (init, loss, shapes of a device's batch) of ResNet-50."""
   shape = (224, 224, 3)
   model = models.make_resnet(50, num_classes=1000, dtype=jnp.bfloat16)
-  init, apply, _ = models.functions(model, shape)
+  fns = models.functions(model, shape)
   batch = {"image": ((IMAGES, *shape), "uint8"), "label": ((IMAGES,), "int32")}
-  return init, losses.classification_loss(apply), batch
+  return fns.init, losses.classification_loss(fns.apply), batch
 
 
 MODELS = {"stack": stack, "resnet50": resnet50}

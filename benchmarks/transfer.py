@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -37,9 +38,9 @@ from jaxscale.training.loop import NonFiniteError
 ROOT = Path(__file__).absolute().parent.parent
 SEEDS, EXAMPLES = [*map(int, sys.argv[1:]), *(1, 10_240)[len(sys.argv) - 1 :]]
 FIRST = range(-9, -4)  # rates 2^-9 to 2^-5
-SMALL = {"width": 32, "num_layers": 2, "hidden": 64, "num_heads": 4}
+SMALL: Any = {"width": 32, "num_layers": 2, "hidden": 64, "num_heads": 4}
 LARGE = {"width": 256, "num_layers": 4, "hidden": 512, "num_heads": 4}
-SWEEPS = {
+SWEEPS: dict[str, Any] = {
   "small": ("width 32, depth 2, batch 16", SMALL, 16, Standard()),
   "standard": ("width 256, depth 4, batch 256, standard", LARGE, 256, Standard()),
   "complete_p": ("width 256, depth 4, batch 256, CompleteP", LARGE, 256, CompleteP(base=SMALL)),
@@ -86,7 +87,7 @@ def sweep(name: str, seeds: int) -> dict[int, float | None]:
   losses, powers = {}, list(FIRST)
   while powers:
     for power in powers:
-      each = [loss(name, power, seed) for seed in range(seeds)]
+      each: list[Any] = [loss(name, power, seed) for seed in range(seeds)]
       losses[power] = None if None in each else statistics.fmean(each)
     top = best(losses)
     around = [top - 1, top + 1] if len(losses) < 9 else []
@@ -94,12 +95,12 @@ def sweep(name: str, seeds: int) -> dict[int, float | None]:
   return dict(sorted(losses.items()))
 
 
-def best(losses: dict[int, float | None]) -> int:
+def best(losses: dict[int, Any]) -> int:
   """Return the power of the best rate."""
   return min(losses, key=lambda power: math.inf if losses[power] is None else losses[power])
 
 
-def draw(sweeps: dict[str, dict[int, float | None]], path: Path) -> None:
+def draw(sweeps: dict[str, dict[int, Any]], path: Path) -> None:
   """Draw the losses against the rate at batch 16."""
   import matplotlib
 
@@ -117,7 +118,7 @@ def draw(sweeps: dict[str, dict[int, float | None]], path: Path) -> None:
   figure.savefig(path, dpi=120)
 
 
-def markdown(sweeps: dict[str, dict[int, float | None]]) -> str:
+def markdown(sweeps: dict[str, dict[int, Any]]) -> str:
   """Return the losses as a table in Markdown, the best one of each sweep in bold."""
   powers = sorted({power for losses in sweeps.values() for power in losses})
   lines = ["| | " + " | ".join(f"2^{power}" for power in powers) + " |"]

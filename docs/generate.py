@@ -111,6 +111,8 @@ def _branch(path: str, classes: dict[str, Any], several: bool, prefix: str = "")
     for field, annotation in hints(cls).items():
       if is_named(annotation):  # Any class may be below a name, also this one.
         continue
+      if len(inner := alternatives(annotation)) > 1:
+        out += _branch(f"{path}.{field}", inner, several=True)
       for n, inner in alternatives(item_type(annotation)).items():
         held = f"{path}.{field}"  # a tuple: its members are chosen by name
         out += _branch(held, {n: inner}, several=True, prefix=f"{held}.{n}")

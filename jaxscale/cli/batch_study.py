@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--accumulate-steps N,N", text, counts, default=())
   text = "the number of runs per batch size, with the seeds Config.seed, Config.seed + 1, …"
   parser.option("--seeds N", text, whole(1), default=1)
-  text = "the examples of each branch from the checkpoints of the run that --config names"
+  text = "the examples of each branch from the checkpoints of the run in --config (default: none)"
   parser.option("--branch N", text, whole(1))
   submit.add_sweep_arguments(parser)
 

@@ -15,7 +15,6 @@ from jaxscale import collectives, exchange
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import invalid
-from jaxscale.exchange import local_updates
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
@@ -167,7 +166,7 @@ class EveryStep(Sync):
 
   is_local_sgd = False
 
-  def build(self, context: SyncContext) -> local_updates.LocalUpdate | None:
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate | None:
     return None
 
 
@@ -189,10 +188,10 @@ class LocalSGD(Sync):
   workers: Literal["device", "replica"] = "device"
   worker_steps: Annotated[tuple[int, ...], ">= 1"] = ()
 
-  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
-    return self._with_steps(local_updates.local_sgd(self.sync_every_steps), context)
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
+    return self._with_steps(exchange.local_updates.local_sgd(self.sync_every_steps), context)
 
-  def _with_steps(self, method: local_updates.LocalUpdate, context: SyncContext):
+  def _with_steps(self, method: exchange.local_updates.LocalUpdate, context: SyncContext):
     """Return the method with `worker_steps`.
 
     Raises:
@@ -247,9 +246,9 @@ class DiLoCo(LocalSGD):
       problem = "has no effect without a delay, as workers have not moved on"
       raise invalid(f"{name}.mixing", self.mixing, problem, "set delay_steps to 1 or more")
 
-  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
     options: Any = {"rate": self.outer_lr, "momentum": self.outer_momentum}
-    method = local_updates.diloco(self.sync_every_steps, **options)
+    method = exchange.local_updates.diloco(self.sync_every_steps, **options)
     streams = {"fragments": self.fragments, "delay": self.delay_steps, "mixing": self.mixing}
     return self._with_steps(method._replace(**streams), context)
 
@@ -275,14 +274,14 @@ class BlockMomentum(LocalSGD):
   nesterov: bool = True
   reset_momentum: bool = True
 
-  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
-    every = self.sync_every_steps or local_updates.block_steps(context.worker_batch)
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
+    every = self.sync_every_steps or exchange.local_updates.block_steps(context.worker_batch)
     given = context.num_train, every, context.worker_batch, context.num_workers
-    if note := local_updates.check_samples(*given):
+    if note := exchange.local_updates.check_samples(*given):
       context.note(note)
     options: Any = {"momentum": self.outer_momentum, "rate": self.outer_lr}
     options |= {"nesterov": self.nesterov, "reset_momentum": self.reset_momentum}
-    method = local_updates.block_momentum(every, context.num_workers, **options)
+    method = exchange.local_updates.block_momentum(every, context.num_workers, **options)
     return self._with_steps(method, context)
 
 
@@ -301,6 +300,8 @@ class SyncEASGD(LocalSGD):
   sync_every_steps: Count = 1
   moving_rate: Fraction = 0.9
 
-  def build(self, context: SyncContext) -> local_updates.LocalUpdate:
+  def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
     every, workers, rate = self.sync_every_steps, context.num_workers, self.moving_rate
-    return self._with_steps(local_updates.elastic_averaging(every, workers, rate=rate), context)
+    return self._with_steps(
+      exchange.local_updates.elastic_averaging(every, workers, rate=rate), context
+    )

@@ -271,8 +271,9 @@ def _grown(
   if is_open := is_open and len(known) <= len(points):
     parts.append((points[len(known) - 1], known[-1][1]))
   starts, sizes = map(list, zip(*parts, strict=True))
-  asked, growing = config.accumulate_steps, isinstance(config.phases, cfg.Growing)
-  counts = [config.phases.micro_batches(size, config) if growing else asked for size in sizes]
+  counts, settings = [config.accumulate_steps] * len(sizes), config.phases
+  if isinstance(settings, cfg.Growing):
+    counts = [settings.micro_batches(size, config) for size in sizes]
   assert config.epochs is not None  # checked by Config
   total = config.epochs * num_train
   phases = plan(starts, sizes, counts, [None] * len(sizes), num_train=1, total_epochs=total)

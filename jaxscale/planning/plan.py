@@ -131,7 +131,7 @@ def make_plan(
   run, grows = job.run_of(experiment), ()
   if run and len(compiled) > 1:
     sized = functools.partial(step_plan.step_on, config, compiled, rates)
-    grows = job.savings(experiment, {s.devices: s for s in (step, *strong)}.values(), sized)
+    grows = job.savings(experiment, [*{s.devices: s for s in (step, *strong)}.values()], sized)
   return Plan(
     config=config,
     chips=chips,

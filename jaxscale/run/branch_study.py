@@ -67,11 +67,12 @@ def branch_study(
     state, _ = restore_step(workdir / "checkpoints" / str(step), *parts)
     poll = functools.partial(at, step, "compiling")
     branches = Branches(current, state, lambda tried, n=step: train_batches(tried, n), poll)
-    tried = [branches.at_size(size, config.accumulate_steps) for size in sizes]
-    if None in tried:
-      size = sizes[tried.index(None)]
+    tried = {size: branches.at_size(size, config.accumulate_steps) for size in sizes}
+    fitting = [one for one in tried.values() if one is not None]
+    if len(fitting) < len(sizes):
+      size = next(size for size, one in tried.items() if one is None)
       raise invalid("--batch-sizes", size, "does not fit the devices", "leave it out")
-    losses = branches.side_by_side(tried, examples // most)
+    losses = branches.side_by_side(fitting, examples // most)
     for i, size in enumerate(sizes):
       found = compare_branches(losses[[0, i]])
       row = dict(step=step, examples=examples_at(phases, step), batch_size=size)
