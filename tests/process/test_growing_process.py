@@ -118,5 +118,7 @@ def test_branches_from_the_checkpoints_of_a_run(tmp_path):
   rows = json.loads((tmp_path / "run" / "branches.json").read_text())
   assert len(rows) == len(table) and all(r["as_good"] == "yes" for r in rows[::3])
   assert "give 1024 or more" in error_line(jaxscale(*study, "1000"), 2)
+  done = jaxscale(*study, "2560", "--name", "sizes")
+  assert "--name=sizes has no effect with --branch" in error_line(done, 2)
   done = jaxscale("batch-study", "--config", "digits", "--batch-sizes", "64", "--branch", "999")
   assert "give the workdir of a run" in error_line(done, 2)
