@@ -15,13 +15,11 @@ from jaxscale import collectives, exchange
 from jaxscale.config.bases import Exchange, ExchangeContext, Sync, SyncContext
 from jaxscale.config.bounds import Count, Fraction, NonNegative, Positive
 from jaxscale.errors import invalid
-from jaxscale.exchange import local_updates
+from jaxscale.exchange import buckets, local_updates
 
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
 __all__ += ["LocalSGD", "OneBit", "SyncEASGD", "TwoBit"]
-
-_BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
 
 class AllReduce(Exchange):
@@ -63,10 +61,10 @@ class AllReduce(Exchange):
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     by, size = self.plan(context), self.bucket_bytes
     if by.algorithm == "psum" and size is None:
-      size = exchange.buckets.best_bucket_bytes(context.mesh)
+      size = buckets.best_bucket_bytes(context.mesh)
     if size is not None:
       reduce = functools.partial(collectives.sum_tree, by=by)
-      return exchange.buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
+      return buckets.bucketed(context.axes, bucket_bytes=size, reduce=reduce)
     return exchange.plain(context.axes) if by.algorithm == "psum" else exchange.planned(by)
 
   def plan(self, context: ExchangeContext, payload: Any = None) -> collectives.Plan:
@@ -102,7 +100,7 @@ class HalfPrecision(AllReduce):
 
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
   sum_in: Literal["float32", "payload"] = "float32"
-  bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
+  bucket_bytes: Annotated[int, ">= 4"] = buckets.BUCKET_BYTES
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     by, sums, size = self.plan(context, self.dtype), self.sum_in, self.bucket_bytes
@@ -117,7 +115,7 @@ class Compressed(Exchange):
       float32.
   """
 
-  bucket_bytes: Count = _BUCKET
+  bucket_bytes: Count = buckets.BUCKET_BYTES
 
 
 class Int8(Compressed):
