@@ -44,6 +44,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxscale.metrics.text import grouped
 from jaxscale.optim.layers import flags_of
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.tree_paths import path_name
@@ -282,10 +283,7 @@ def as_text(shape: Shape) -> str:
 
 
 def _rows(leaves: Sequence[Leaf], _: Cost) -> Mapping[str, list[str]]:
-  rows: dict[str, list[str]] = {}
-  for leaf in leaves:
-    rows.setdefault(as_text(leaf.matrix), []).extend(leaf.names)
-  return rows
+  return grouped((as_text(leaf.matrix), name) for leaf in leaves for name in leaf.names)
 
 
 def _apply(function: Any, leaves: Sequence[Leaf], arrays: Any, _: Cost, by_shape: dict[str, Any]):

@@ -72,10 +72,10 @@ WorkerUpdate = Callable[
 ]
 Synchronize = Callable[[Anchor, WorkerState, Tree], tuple[Anchor, WorkerState, jax.Array]]
 MakeSynchronize = Callable[..., Synchronize]  # of the number of a fragment
+IsActive = Callable[[jax.Array], jax.Array]  # step -> whether the worker takes it
 # (anchor, worker, further arguments of the worker's update) -> (anchor, the update's results,
 # code of the synchronization)
 TakeStep = Callable[[Anchor, WorkerState, Any], tuple[Anchor, Any, jax.Array]]
-_ACTIVE = "_active"  # metric: 1 if the worker took the step
 
 
 def make_local_train_step(
@@ -134,11 +134,12 @@ def make_local_train_step(
     raise invalid("options", ..., "need synchronous training", fix)
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   loss_fn = checked(loss_fn)
+  is_active = functools.partial(_is_active, method, workers or axes)
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
   if method.worker_steps:
-    update = _some_steps(update, method, workers or axes, axes)
+    update = _some_steps(update, is_active, axes)
   synchronize = functools.partial(_make_synchronize, exchange, method, options.skip_bad_steps)
-  report = _make_report(method, last_step, axes, options.skip_bad_steps)
+  report = _make_report(method, last_step, axes, is_active, options.skip_bad_steps)
   make = _make_streamed if method.is_streamed else _make_whole
   take_step = make(update, synchronize, method, last_step)
 
@@ -164,18 +165,13 @@ def make_local_train_step(
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    if method.is_streamed and jax.tree.leaves(state.model_state):
-      problem = "streams fragments, which does not average a model state such as BatchNorm's"
-      raise invalid("sync", ..., problem, "use one fragment without a delay, or another model")
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
-    (params, model_state, opt_state), workers, metrics, codes = mapped(
-      anchor, state.exchange_state, batch, key, state.step
-    )
+    anchor, workers, metrics, codes = mapped(anchor, state.exchange_state, batch, key, state.step)
     check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     if options.skip_bad_steps:
       metrics[nan_guard.CODES] = codes
-    return TrainState(state.step + 1, params, model_state, opt_state, workers, ()), metrics
+    return TrainState(state.step + 1, *anchor, workers, ()), metrics
 
   # Metrics are replicated, but the codes of a skipped step are one per device.
   shardings = (state_shardings(mesh), None if options.skip_bad_steps else replicated(mesh))
@@ -185,7 +181,7 @@ def make_local_train_step(
 
 
 def _make_report(
-  method: LocalUpdate, last_step: int | None, axes: Axes, is_guarded: bool
+  method: LocalUpdate, last_step: int | None, axes: Axes, is_active: IsActive, is_guarded: bool
 ) -> Callable[..., tuple[Metrics, WorkerState, Any]]:
   """Return the function that averages a step's metrics, or with `worker_steps` a round's."""
 
@@ -195,11 +191,10 @@ def _make_report(
       totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
       metrics = means(totals) | metrics
     else:
-      is_active = metrics.pop(_ACTIVE)
       if others := set(metrics) - {"grad_norm"}:
         problem = f"reports {min(others)} of each step, and worker_steps only means of rounds"
         raise invalid("options.observe", ..., problem, "do not observe, or unset worker_steps")
-      paced = rounds.count(paced, totals, metrics["grad_norm"], is_active, codes)
+      paced = rounds.count(paced, totals, metrics["grad_norm"], is_active(step), codes)
       due = method.fragment_due(step + int(method.delay == 0)) > 0
       due |= (step == 0) | (step + 1 == (last_step or 0))
       codes = paced.codes
@@ -279,32 +274,30 @@ def _make_worker_update(
   return update
 
 
-def _some_steps(
-  update: WorkerUpdate, method: LocalUpdate, workers: Axes, axes: Axes
-) -> WorkerUpdate:
+def _is_active(method: LocalUpdate, workers: Axes, step: jax.Array) -> jax.Array:
+  """Return whether this device's worker takes a step with `worker_steps`, bool []."""
+  steps = jnp.asarray(method.worker_steps, jnp.int32)[lax.axis_index(workers)]
+  return step % method.every < steps
+
+
+def _some_steps(update: WorkerUpdate, is_active: IsActive, axes: Axes) -> WorkerUpdate:
   """Return an inner step that each worker takes only in its first steps of a round.
 
   A round is the steps between two synchronizations; `method.worker_steps` has the number of
   each worker. In the other steps of a round a worker computes nothing: its state keeps its
-  values except for step counts, and its totals and metrics are 0. The metric `_ACTIVE` is 1 on
-  the devices of workers that took the step.
+  values except for step counts, and its totals and metrics are 0.
   """
-
-  def take(*arguments: Any):
-    worker, totals, metrics, codes = update(*arguments)
-    return worker, totals, metrics | {_ACTIVE: vary(jnp.ones(()), axes)}, codes
 
   def some(worker: WorkerState, *arguments: Any):
     *_, step = arguments
-    steps = jnp.asarray(method.worker_steps, jnp.int32)[lax.axis_index(workers)]
-    _, *shapes = jax.eval_shape(take, worker, *arguments)
+    _, *shapes = jax.eval_shape(update, worker, *arguments)
     totals, metrics, codes = vary(jax.tree.map(jnp.zeros_like, shapes), axes)
 
     def idle(worker: WorkerState, *_: Any):
       kept = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
       return kept, totals, metrics, jax.tree.map(lambda x: x - 1, codes)  # nothing was bad
 
-    return lax.cond(step % method.every < steps, take, idle, worker, *arguments)
+    return lax.cond(is_active(step), update, idle, worker, *arguments)
 
   return some
 
@@ -357,6 +350,9 @@ def _make_streamed(
 
   def take_step(anchor: Anchor, before: WorkerState, inputs: Any):
     *_, step = inputs
+    if jax.tree.leaves(before.model_state):
+      problem = "streams fragments, which does not average a model state such as BatchNorm's"
+      raise invalid("sync", ..., problem, "use one fragment without a delay, or another model")
     if method.delay:
       sends = _stay, *(synchronize(n, takes_over=False) for n in numbers)
       branches, due = [functools.partial(beside, x) for x in sends], method.fragment_due(step)

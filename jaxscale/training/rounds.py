@@ -50,7 +50,7 @@ def count(state: Round, totals: Totals, norm: jax.Array, is_active: jax.Array, c
     state: the state before the step.
     totals: the device's totals.
     norm: the norm of the worker's gradient, float32 [].
-    is_active: 1 if the worker took the step, else 0, float32 [].
+    is_active: whether the worker took the step, bool [].
     codes: findings of `nan_guard`, int32 [3]; steps with one are not counted. () without guard.
   """
   weight = totals.get(LOSS_WEIGHT, totals["examples"])
