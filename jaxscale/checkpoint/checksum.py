@@ -97,9 +97,8 @@ def own_shards(tree: Any, shapes: Any = None, rows: Rows | None = None) -> list[
   """
   leaves, names = jax.tree.leaves(tree), [*describe(tree)]
   likes = leaves if shapes is None else jax.tree.leaves(shapes)
-  pairs = list(zip(leaves, likes, strict=True))
   held = []
-  for i, (leaf, like) in enumerate(pairs):
+  for i, (leaf, like) in enumerate(zip(leaves, likes, strict=True)):
     held += [(i, x, like.shape) for x in leaf.addressable_shards if x.replica_id == 0]
   for _, shard, _ in held:
     shard.data.copy_to_host_async()
@@ -176,13 +175,11 @@ def count_bad(data: np.ndarray) -> int:
 
 
 def _parts(shape, data: np.ndarray, index: tuple[slice, ...], order: Sequence[int] | None):
-  """Yield the parts of a shard with their positions in the array that was saved."""
+  """Return the parts of a shard with their positions in the array that was saved."""
   if order is None:
-    yield _within(shape, data, index)
-    return
-  for row, old in zip(data, order[index[0]], strict=True):
-    if old >= 0:
-      yield row[None], (slice(old, old + 1), *index[1:])
+    return [_within(shape, data, index)]
+  rows = zip(data, order[index[0]], strict=True)
+  return [(row[None], (slice(old, old + 1), *index[1:])) for row, old in rows if old >= 0]
 
 
 def _within(shape, data: np.ndarray, index: tuple[slice, ...]):

@@ -155,7 +155,7 @@ def dealt_before(
     before = saved.get(path, names)
     if before != names and {*before, ""} == {*names, ""}:
       places = {name: i for i, name in enumerate(before) if name}
-      moved = [leaf for leaf in leaves if leaf.startswith(f"{path}/")]
+      moved = [leaf for leaf in leaves if f"{leaf}/".startswith(f"{path}/")]
       counts |= dict.fromkeys(moved, len(before))
       rows |= dict.fromkeys(moved, tuple(places.get(name, -1) for name in names))
 

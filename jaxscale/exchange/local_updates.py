@@ -83,6 +83,11 @@ class LocalUpdate(NamedTuple):
     """True if fragments are exchanged at different steps, or beside a step."""
     return self.fragments > 1 or self.delay > 0
 
+  @property
+  def offsets(self) -> list[int]:
+    """Return the step of a round after which each fragment is sent, 0 to H - 1."""
+    return [number * self.every // self.fragments for number in range(self.fragments)]
+
   def fragment_due(self, steps: jax.Array) -> jax.Array:
     """Return 1 + the number of the fragment that is sent after these steps, or 0; int32 [].
 
@@ -91,8 +96,7 @@ class LocalUpdate(NamedTuple):
       >>> [int(method.fragment_due(jnp.int32(t))) for t in (0, 5, 9, 10, 15)]
       [0, 2, 0, 1, 2]
     """
-    offsets = [number * self.every // self.fragments for number in range(self.fragments)]
-    is_due = jnp.asarray(offsets, jnp.int32) == steps % self.every
+    is_due = jnp.asarray(self.offsets, jnp.int32) == steps % self.every
     return jnp.where(is_due.any() & (steps > 0), jnp.argmax(is_due).astype(jnp.int32) + 1, 0)
 
   def arrived(self, last_step: int) -> list[int]:
@@ -102,13 +106,9 @@ class LocalUpdate(NamedTuple):
       >>> diloco(10)._replace(fragments=2, delay=3).arrived(17)
       [0]
     """
-    found = []
-    for number in range(self.fragments):
-      offset = number * self.every // self.fragments
-      sent = last_step - 1 - (last_step - 1 - offset) % self.every
-      if sent <= 0 or sent + self.delay <= last_step:
-        found.append(number)
-    return found
+    last = last_step - 1
+    sent = [last - (last - offset) % self.every for offset in self.offsets]
+    return [i for i, t in enumerate(sent) if t <= 0 or t + self.delay <= last_step]
 
 
 class BlockMomentumState(NamedTuple):
@@ -178,9 +178,6 @@ def block_momentum(
   decay = 1 - 1 / num_workers if momentum is None else momentum
   ahead = 1 + decay if nesterov else 1.0
 
-  def init(params: Any):
-    return BlockMomentumState(zero_residuals(params))
-
   def update(updates: Any, state: Any, params: Any = None):
     # Optax calls this with D as `updates` and a BlockMomentumState as `state`.
 
@@ -191,7 +188,7 @@ def block_momentum(
     way = jax.tree.map(lambda s, d: (-ahead * s).astype(d.dtype), smoothed, updates)
     return way, BlockMomentumState(smoothed)
 
-  outer = optax.GradientTransformation(init, update)
+  outer = optax.GradientTransformation(lambda p: BlockMomentumState(zero_residuals(p)), update)
   return LocalUpdate(every, outer, reset_momentum)
 
 
@@ -270,21 +267,9 @@ def reset_momentum(opt_state: Any) -> Any:
     >>> reset_momentum(state)[0].trace["w"].tolist()
     [0.0, 0.0]
   """
-  states = []
-
-  def field(node: Any) -> str | None:
-    names = getattr(node, "_fields", ())
-    return next((name for name in ("trace", "velocity") if name in names), None)
-
-  def reset(node: Any):
-    name = field(node)
-    if name is None:
-      return node
-    states.append(name)
-    return node._replace(**{name: jax.tree.map(jnp.zeros_like, getattr(node, name))})
-
-  state = jax.tree.map(reset, opt_state, is_leaf=lambda node: field(node) is not None)
-  if not states:
+  momentum = {jax.tree_util.GetAttrKey(name) for name in ("trace", "velocity")}
+  leaves, structure = jax.tree.flatten_with_path(opt_state)
+  if not any(momentum & {*path} for path, _ in leaves):
     problem = "does not work with an optimizer without momentum; give False"
     raise ConfigError(f"LocalUpdate.reset_momentum=True {problem}")
-  return state
+  return structure.unflatten([jnp.zeros_like(x) if momentum & {*path} else x for path, x in leaves])

@@ -43,6 +43,7 @@ from jaxscale.collectives import add_rows
 from jaxscale.errors import ConfigError
 from jaxscale.exchange.base import Axes, Exchange, mean_for_all, zero_residuals
 from jaxscale.exchange.buckets import BUCKET_BYTES, exchange_groups, whole_means
+from jaxscale.metrics.text import grouped
 
 _SHIFTS = np.arange(7, -1, -1, dtype=np.uint8)[:, None]  # the first of eight bits is highest
 _ROWS = 32  # rows that are summed first, a multiple of 8
@@ -137,8 +138,7 @@ def one_bit(
       # Residuals of the other tensors are 0 unless `resize` came from a number of devices
       # at which they were compressed.
       pairs = whole_means({i: x for i, x in arrays.items() if i not in large}, axes)
-      parts = [arrays[i] for i in large], [owner[i] for i in large]
-      done = _exchange_group(axes, *parts, bits)
+      done = _exchange_group(axes, [arrays[i] for i in large], [owner[i] for i in large], bits)
       for i, (total, left, own_left) in zip(large, done, strict=True):
         pairs[i], owner[i] = (total / num_devices, left), own_left
       return [pairs[i] for i in numbers]
@@ -168,10 +168,9 @@ def resize(state: Any, num_devices: int, bits: int = 1) -> Any:
     none = jnp.zeros((num_devices, size.rows, size.own), owner.dtype)
     return mean_for_all(residual, num_devices) + whole.reshape(shape) / old, none
 
-  residuals, structure = jax.tree.flatten(state["residual"])
-  owners = structure.flatten_up_to(state["stripe"])
-  pairs = [tensor(r, o) for r, o in zip(residuals, owners, strict=True)]
-  residual, owner = (structure.unflatten([p[i] for p in pairs]) for i in (0, 1))
+  structure = jax.tree.structure(state["residual"])
+  pairs = jax.tree.map(tensor, state["residual"], state["stripe"])
+  residual, owner = jax.tree.transpose(structure, None, pairs)
   return {"residual": residual, "stripe": owner}
 
 
@@ -184,9 +183,7 @@ def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array
   if not tensors:
     return []
   num_devices = lax.axis_size(axes)
-  alike: dict[Columns, list[int]] = {}
-  for i, x in enumerate(tensors):
-    alike.setdefault(columns(x.shape, num_devices), []).append(i)
+  alike = grouped((columns(x.shape, num_devices), i) for i, x in enumerate(tensors))
   shaped = [[tensors[i].reshape(size.rows, size.number) for i in alike[size]] for size in alike]
   xs = [jnp.stack(matrices) for matrices in shaped]
   sent = [quantise_columns(x, bits) for x in xs]
@@ -196,17 +193,15 @@ def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array
     add_rows(dequantise_columns(q, size.rows, bits)) + jnp.stack([owners[i] for i in indices])
     for q, (size, indices) in zip(_split(received, stripes), alike.items(), strict=True)
   ]
-  passed = [quantise_columns(y, bits) for y in ys]
-  own = [q[None] for q in passed]
+  own = [quantise_columns(y, bits)[None] for y in ys]
   gathered = lax.all_gather(_join(own), axes, tiled=True, to="invarying")
   done: list[Any] = list(tensors)
   totals = _split(gathered, own)
-  for x, q, y, p, total, (size, indices) in zip(
-    xs, sent, ys, passed, totals, alike.items(), strict=True
-  ):
+  groups = zip(xs, sent, ys, own, totals, alike.items(), strict=True)
+  for x, q, y, passed, total, (size, indices) in groups:
     summed = dequantise_columns(_from_stripes(total, size), size.rows, bits)
     left = x - dequantise_columns(q, size.rows, bits)
-    own_left = y - dequantise_columns(p, size.rows, bits)
+    own_left = y - dequantise_columns(passed[0], size.rows, bits)
     for k, i in enumerate(indices):
       shape = tensors[i].shape
       done[i] = summed[k].reshape(shape), left[k].reshape(shape), own_left[k]
@@ -257,8 +252,7 @@ def _bin_means(x: jax.Array, bins: list[jax.Array], rows: int) -> jax.Array:
     float32 [..., bins, columns].
   """
   *batch, _, count = x.shape
-  zero = jnp.zeros_like(x)
-  parts = *(jnp.where(b, x, zero) for b in bins), *(b.astype(x.dtype) for b in bins[1:])
+  parts = *(jnp.where(b, x, 0) for b in bins), *(b.astype(x.dtype) for b in bins[1:])
   # One reduction in blocks of rows takes a quarter of the time of `jnp.sum` on CPU, and
   # rounds less than row after row.
   sums = tuple(y.reshape(*batch, -1, _ROWS, count) for y in parts)

@@ -1,7 +1,7 @@
 """Settings of the gradient exchange and of the synchronization of workers.
 
 The default of `Config.exchange` is `AllReduce()`: `lax.psum` of every tensor (`base.plain`),
-or between processes on CPUs of buckets (`buckets.best_bucket_bytes`). If a layout shards
+or between processes on CPUs of buckets (`exchange.buckets.best_bucket_bytes`). If a layout shards
 gradients, each device exchanges its own shard (parallel/layout_exchange.py). The default of
 `Config.sync` is `EveryStep()`.
 """
@@ -19,8 +19,6 @@ from jaxscale.errors import invalid
 # The names for --config.exchange= (HOMES in config/choice.py lists this module).
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
 __all__ += ["LocalSGD", "OneBit", "SyncEASGD", "TwoBit"]
-
-_BUCKET = 25 * 2**20  # As in PyTorch's DistributedDataParallel, arXiv:2006.15704.
 
 
 class AllReduce(Exchange):
@@ -101,7 +99,7 @@ class HalfPrecision(AllReduce):
 
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
   sum_in: Literal["float32", "payload"] = "float32"
-  bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
+  bucket_bytes: Annotated[int, ">= 4"] = exchange.buckets.BUCKET_BYTES
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     by, sums, size = self.plan(context, self.dtype), self.sum_in, self.bucket_bytes
@@ -116,7 +114,7 @@ class Compressed(Exchange):
       float32.
   """
 
-  bucket_bytes: Count = _BUCKET
+  bucket_bytes: Count = exchange.buckets.BUCKET_BYTES
 
 
 class Int8(Compressed):

@@ -33,6 +33,7 @@ is set in the class of its optimizer.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -43,6 +44,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxscale.metrics.text import grouped
 from jaxscale.optim.layers import flags_of
 from jaxscale.optim.masks import Mask
 from jaxscale.optim.tree_paths import path_name
@@ -205,10 +207,6 @@ def saved_rows(state: Any) -> dict[str, list[str]]:
     >>> saved_rows({"mu": state})
     {'mu/by_shape/3x2': ['w']}
   """
-
-  def is_dealt(node: Any) -> bool:
-    return isinstance(node, MatrixState)
-
   nodes = jax.tree.leaves_with_path(state, is_leaf=is_dealt)
   found = [(path_name(path), x) for path, x in nodes if is_dealt(x)]
   return {f"{path}/by_shape/{key}": [*names] for path, x in found for key, names in x.rows}
@@ -269,34 +267,32 @@ def leaves_of(tree: Any, stacked: Mask | Any | None) -> list[Leaf]:
   return [Leaf(path_name(path), tuple(x.shape), x.dtype, many) for (path, x), many in pairs]
 
 
+def slice_rows(state: Any, first: int, count: int) -> Any:
+  """Return a part of the rows of a tree of arrays [rows, ...]."""
+  return jax.tree.map(lambda x: x[first : first + count], state)
+
+
+def is_dealt(node: Any) -> bool:
+  """Return whether a node of a state is a `MatrixState`."""
+  return isinstance(node, MatrixState)
+
+
 def as_text(shape: Shape) -> str:
   """Return the key of a shape in `MatrixState.by_shape`."""
   return "x".join(map(str, shape))
 
 
-def _rows(leaves: Sequence[Leaf], cost: Cost) -> Mapping[str, list[str]]:
-  del cost
-  rows: dict[str, list[str]] = {}
-  for leaf in leaves:
-    rows.setdefault(as_text(leaf.matrix), []).extend(leaf.names)
-  return rows
+def _rows(leaves: Sequence[Leaf], _: Cost) -> Mapping[str, list[str]]:
+  return grouped((as_text(leaf.matrix), name) for leaf in leaves for name in leaf.names)
 
 
-def _apply(
-  function: Callable[..., Any],
-  leaves: Sequence[Leaf],
-  arrays: Sequence[Any],
-  cost: Cost,
-  by_shape: dict[str, Any],
-) -> tuple[list[Any], dict[str, Any]]:
+def _apply(function: Any, leaves: Sequence[Leaf], arrays: Any, _: Cost, by_shape: dict[str, Any]):
   """Apply a function to one leaf after another, on this device."""
-  del cost
-  results, parts, ends = [], {key: [] for key in by_shape}, dict.fromkeys(by_shape, 0)
+  results, parts, taken = [], {}, collections.Counter()
   for leaf, x in zip(leaves, arrays, strict=True):
-    key, count, rows = as_text(leaf.matrix), leaf.count, None
-    if key in by_shape:
-      first, ends[key] = ends[key], ends[key] + count
-      rows = jax.tree.map(lambda x, i=first, n=count: x[i : i + n], by_shape[key])
+    key, count = as_text(leaf.matrix), leaf.count
+    first, taken[key] = taken[key], taken[key] + count
+    rows = slice_rows(by_shape.get(key), first, count)
     made, rows = function(x.reshape(count, *leaf.matrix), rows)
     results.append(made.reshape(leaf.shape))
     parts.setdefault(key, []).append(rows)

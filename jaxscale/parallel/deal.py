@@ -48,11 +48,12 @@ from jaxscale.collectives import same_everywhere, vary
 from jaxscale.collectives.typed import names
 from jaxscale.errors import invalid
 from jaxscale.metrics.text import plural
-from jaxscale.optim.matrices import HERE, Cost, Dealer, Leaf, Shape, as_text, dealt_matrices
+from jaxscale.optim.matrices import HERE, Cost, Dealer, Leaf, as_text, dealt_matrices, slice_rows
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.specs import Layout
 
 Axes = tuple[str, ...]
+Owned = list[list[tuple[int, int]]]  # for each owner, its matrices: (leaf, layer)
 _MOST_AT_A_TIME = 2**24  # elements of matrices that a function gets at a time
 _CHUNK = 2**24  # elements of an owner's matrices in a chunk, 64 MiB in float32
 _MOST_CHUNKS = 4
@@ -73,7 +74,7 @@ class _Class(NamedTuple):
     split: for each of them, the axes that split it.
   """
 
-  matrix: Shape
+  matrix: tuple[int, int]
   dims: tuple[int, ...]
   split: tuple[Axes, ...]
 
@@ -148,8 +149,8 @@ class _Plan:
   def _groups(self, cost: Cost) -> Iterator[_Group]:
     members: dict[Any, list[int]] = {}
     for i, (leaf, spec) in enumerate(zip(self.leaves, self.specs, strict=True)):
-      layers = self._ordered(spec[0]) if leaf.stacked else ()
-      across = self._ordered(itertools.chain(*spec[int(leaf.stacked) :]))
+      parts = spec[: int(leaf.stacked)], spec[int(leaf.stacked) :]
+      layers, across = (tuple(a for a in self.sizes if a in itertools.chain(*x)) for x in parts)
       size = math.prod(leaf.matrix) * jnp.dtype(leaf.dtype).itemsize
       is_shared = cost(*leaf.matrix) >= self.shared_from * size
       alike = [a for a in self.sizes if a not in across + layers and not a.endswith(_GROUPS)]
@@ -159,10 +160,8 @@ class _Plan:
       for owned in self._chunks(indices, layers, self.size(others + across), cost):
         yield _Group(self, across, layers, others, owned)
 
-  def _chunks(
-    self, indices: list[int], layers: Axes, count: int, cost: Cost
-  ) -> list[list[list[tuple[int, int]]]]:
-    """Deal matrices out; return the matrices of each owner, (leaf, layer), for each chunk."""
+  def _chunks(self, indices: list[int], layers: Axes, count: int, cost: Cost) -> list[Owned]:
+    """Deal matrices out; return the matrices of each owner for each chunk."""
     matrices = [
       (-cost(*self.leaves[i].matrix), i, layer)
       for i in indices
@@ -180,10 +179,6 @@ class _Plan:
     ends = [max(loads) * (chunk + 1) / chunks for chunk in range(chunks)]
     parts = [[[m[1:] for m in own if end - ends[0] <= m[0] < end] for own in owned] for end in ends]
     return [owned for owned in parts if any(owned)]
-
-  def _ordered(self, axes: Any) -> Axes:
-    chosen = set(axes)
-    return tuple(a for a in self.sizes if a in chosen)
 
   def kind(self, i: int) -> _Class:
     leaf, first = self.leaves[i], int(self.leaves[i].stacked)
@@ -211,13 +206,13 @@ class _Plan:
     """Apply the function to all matrices, at their owners."""
 
     def on_device(arrays: list[Any], by_shape: dict[str, Any]):
-      found, states, taken = {}, {}, {}
+      found, states, taken = {}, {}, collections.Counter()
       for group in self.groups:
         rows = []
         for kind, slots in zip(group.classes, group.slots, strict=True):
           key = as_text(kind.matrix)
-          first, taken[key] = taken.get(key, 0), taken.get(key, 0) + slots
-          rows.append(_rows(by_shape.get(key), first, slots))
+          first, taken[key] = taken[key], taken[key] + slots
+          rows.append(slice_rows(by_shape.get(key), first, slots))
         buffer, rows = group.compute(function, group.gather(arrays), rows)
         found |= group.scatter(buffer)
         for kind, state in zip(group.classes, rows, strict=True):
@@ -244,9 +239,7 @@ class _Group:
   matrices of one owner: class after class, each part in the order of its dims.
   """
 
-  def __init__(
-    self, plan: _Plan, across: Axes, layers: Axes, others: Axes, owned: list[list[tuple[int, int]]]
-  ):
+  def __init__(self, plan: _Plan, across: Axes, layers: Axes, others: Axes, owned: Owned):
     """Create the group.
 
     Args:
@@ -254,16 +247,14 @@ class _Group:
       across: axes that split the matrices, over which they are sent.
       layers: axes that split the layers of stacks.
       others: axes along which devices hold the same parts and share the matrices.
-      owned: for each owner, in the order of `others` and `across`, the matrices that it owns:
-        pairs (leaf, layer among those of a device).
+      owned: the matrices of each owner, in the order of `others` and `across`; layers are
+        counted among those of a device.
     """
     self.plan, self.across, self.layers, self.others = plan, across, layers, others
     self.classes = sorted({plan.kind(i) for own in owned for i, _ in own})
     self.owned = [[[m for m in own if plan.kind(m[0]) == k] for k in self.classes] for own in owned]
-    self.dtype, self.senders = (
-      plan.leaves[next(i for own in owned for i, _ in own)].dtype,
-      plan.size(across),
-    )
+    self.dtype = next(plan.leaves[i].dtype for own in owned for i, _ in own)
+    self.senders = plan.size(across)
     self.parts = [math.prod(kind.matrix) // self.senders for kind in self.classes]
     self.counts = [tuple(map(len, own)) for own in self.owned]
     self.length = max(int(np.dot(counts, self.parts)) for counts in self.counts)
@@ -271,7 +262,6 @@ class _Group:
 
   def gather(self, arrays: Sequence[Any]) -> jax.Array:
     """Return the parts of this device's matrices, [senders, elements]."""
-
     across, others = self.across, self.others
     rows: list[jax.Array] = []
     for counts, owned in zip(self.counts, self.owned, strict=True):
@@ -288,19 +278,16 @@ class _Group:
     """Replace this device's matrices by their results; return the buffer and the state."""
     axes, numbers = self.others + self.across, sorted(set(self.counts))
     branches = [functools.partial(self._compute, function, counts) for counts in numbers]
-    operands = vary(buffer, self.plan.mesh.axis_names), rows
-    if len(branches) == 1:
-      return branches[0](operands)
+    buffer = vary(buffer, self.plan.mesh.axis_names)
     table = jnp.asarray([numbers.index(counts) for counts in self.counts])
-    return lax.switch(table[lax.axis_index(axes)], branches, operands)
+    return lax.switch(table[lax.axis_index(axes)], branches, buffer, rows)
 
-  def _compute(self, function: Any, counts: tuple[int, ...], operands: Any) -> Any:
-    buffer, rows = operands
+  def _compute(self, function: Any, counts: tuple[int, ...], buffer: Any, rows: list[Any]) -> Any:
     parts, states, start = [], [], 0
     for index, (count, state) in enumerate(zip(counts, rows, strict=True)):
       if count:
         own = buffer[:, start : start + count * self.parts[index]]
-        whole, new = _in_turn(function, self._whole(own, index), _rows(state, 0, count))
+        whole, new = _in_turn(function, self._whole(own, index), slice_rows(state, 0, count))
         parts.append(self._parts(whole, index))
         state = jax.tree.map(lambda x, y, n=count: jnp.concatenate([x, y[n:]]), new, state)
         start += own.shape[1]
@@ -327,28 +314,23 @@ class _Group:
 
   def _whole(self, parts: jax.Array, index: int) -> jax.Array:
     """Put matrices together from the parts of all senders: [senders, elements] -> [k, in, out]."""
-    kind, across, plan = self.classes[index], self.across, self.plan
-    local = [n // plan.size(axes) for n, axes in zip(kind.dims, kind.split, strict=True)]
-    x = parts.reshape(*(plan.sizes[a] for a in across), -1, *local)
-    return x.transpose(self._order(kind)).reshape(-1, *kind.matrix)
+    dims, order = self._dims(self.classes[index])
+    return parts.reshape(dims).transpose(order).reshape(-1, *self.classes[index].matrix)
 
   def _parts(self, whole: jax.Array, index: int) -> jax.Array:
     """Split matrices into the parts of all senders; the inverse of `_whole`."""
-    kind, plan = self.classes[index], self.plan
-    dims = [
-      (*(plan.sizes[a] for a in axes), n // plan.size(axes))
-      for n, axes in zip(kind.dims, kind.split, strict=True)
-    ]
-    x = whole.reshape(-1, *itertools.chain(*dims))
-    return x.transpose(np.argsort(self._order(kind))).reshape(self.senders, -1)
+    dims, order = self._dims(self.classes[index])
+    x = whole.reshape([dims[i] for i in order])
+    return x.transpose(np.argsort(order)).reshape(self.senders, -1)
 
-  def _order(self, kind: _Class) -> list[int]:
-    """Return the order of dims [senders' axes, k, local dims] as [k, axes and dim, ...]."""
-    across = self.across
-    order = [len(across)]
-    for dim, axes in enumerate(kind.split):
-      order += [*map(across.index, axes), len(across) + 1 + dim]
-    return order
+  def _dims(self, kind: _Class) -> tuple[list[int], list[int]]:
+    """Return dims [senders' axes, k, local dims] and their order as [k, axes and dim, ...]."""
+    across, plan = self.across, self.plan
+    dims, order = [*(plan.sizes[a] for a in across), -1], [len(across)]
+    for n, axes in zip(kind.dims, kind.split, strict=True):
+      order += [*map(across.index, axes), len(dims)]
+      dims.append(n // plan.size(axes))
+    return dims, order
 
 
 def _with_groups(mesh: Mesh, split: set[str], leaves: Sequence[Leaf]) -> Mesh:
@@ -389,10 +371,6 @@ def _spec(layout: Layout, leaf: Leaf) -> list[Axes]:
   sizes = layout.mesh.shape
   entries = [tuple(a for a in names(entry or ()) if sizes[a] > 1) for entry in specs.pop()]
   return entries + [()] * (len(leaf.shape) - len(entries))
-
-
-def _rows(state: Any, first: int, count: int) -> Any:
-  return jax.tree.map(lambda x: x[first : first + count], state)
 
 
 def _in_turn(function: Callable[..., Any], matrices: jax.Array, rows: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.collectives import vary
-from jaxscale.optim.matrices import MatrixState, dealt_by
+from jaxscale.optim.matrices import dealt_by, is_dealt
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.deal import make_dealer
 from jaxscale.parallel.fsdp_gather import Gather, ShardedAndFull, local_shard
@@ -137,7 +137,7 @@ def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
   known = {path_name(path): (x.shape, spec) for (path, x), spec in specs}
 
   def spec_of(path: Any, leaf: Any) -> Any:
-    if isinstance(leaf, MatrixState):
+    if is_dealt(leaf):
       return jax.tree.map(lambda _: P(layout.mesh.axis_names), leaf)
     parts = path_name(path).split("/")
     for i in range(len(parts)):
@@ -145,9 +145,6 @@ def opt_state_specs(layout: Layout, tx: optax.GradientTransformation) -> Any:
       if shape == leaf.shape:
         return spec
     return P()
-
-  def is_dealt(node: Any) -> bool:
-    return isinstance(node, MatrixState)
 
   return jax.tree.map_with_path(spec_of, init_shapes(layout, tx), is_leaf=is_dealt)
 

@@ -52,9 +52,8 @@ def _head(experiment: build.Experiment) -> str:
   if "model" in mesh.axis_names:
     lines.append(f"layout.model (along model): {layout.model}")
   again = ", and each stage again from its input" * ("stage" in mesh.axis_names)
-  return "\n".join(
-    [*lines, f"layout.remat: {experiment.remat}{again}", *experiment.dealt_out, *experiment.notes]
-  )
+  lines += [f"layout.remat: {experiment.remat}{again}", *experiment.dealt_out, *experiment.notes]
+  return "\n".join(lines)
 
 
 def _parameters(params: Any) -> str:

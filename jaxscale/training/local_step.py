@@ -72,10 +72,10 @@ WorkerUpdate = Callable[
 ]
 Synchronize = Callable[[Anchor, WorkerState, Tree], tuple[Anchor, WorkerState, jax.Array]]
 MakeSynchronize = Callable[..., Synchronize]  # of the number of a fragment
+IsActive = Callable[[jax.Array], jax.Array]  # step -> whether the worker takes it
 # (anchor, worker, further arguments of the worker's update) -> (anchor, the update's results,
 # code of the synchronization)
 TakeStep = Callable[[Anchor, WorkerState, Any], tuple[Anchor, Any, jax.Array]]
-_ACTIVE = "_active"  # metric: 1 if the worker took the step
 
 
 def make_local_train_step(
@@ -134,25 +134,27 @@ def make_local_train_step(
     raise invalid("options", ..., "need synchronous training", fix)
   within = () if workers is None else tuple(a for a in axes if a not in workers)
   loss_fn = checked(loss_fn)
+  is_active = functools.partial(_is_active, method, workers or axes)
   update = _make_worker_update(loss_fn, tx, mesh, within, options)
   if method.worker_steps:
-    update = _some_steps(update, method, workers or axes, axes)
-  synchronize = functools.partial(_make_synchronize, exchange, method, axes, options.skip_bad_steps)
-  report = _make_report(method, last_step, axes, options.skip_bad_steps)
-  take_step = (_make_streamed if method.is_streamed else _make_whole)(
-    update, synchronize, method, last_step
-  )
+    update = _some_steps(update, is_active, axes)
+  synchronize = functools.partial(_make_synchronize, exchange, method, options.skip_bad_steps)
+  report = _make_report(method, last_step, axes, is_active, options.skip_bad_steps)
+  make = _make_streamed if method.is_streamed else _make_whole
+  take_step = make(update, synchronize, method, last_step)
 
   def device_step(
     anchor: Anchor, stacked: WorkerState, batch: Batch, key: jax.Array, step: jax.Array
   ):
     # Arrays of one device: the anchor in full, the worker's state with a leading dim of 1.
-    before, paced = _unpaired(jax.tree.map(lambda x: x[0], stacked), method)
+    before, paced = jax.tree.map(lambda x: x[0], stacked), ()
+    if method.worker_steps:  # The exchange's state is paired with a `rounds.Round`.
+      paced, exchange_state = before.exchange_state
+      before = before._replace(exchange_state=exchange_state)
     part = trainable_part(anchor[0], options.trainable), *anchor[1:]
     inputs = vary(anchor[0], axes), batch, key, step
-    part, (worker, totals, metrics, codes), code = take_step(part, before, inputs)
-    found = totals, metrics, codes, code
-    metrics, worker, codes = report(paced, worker, *found, step)
+    part, (worker, *outputs), code = take_step(part, before, inputs)
+    metrics, worker, codes = report(paced, worker, outputs, code, step)
     if schedule is not None:
       metrics["learning_rate"] = jnp.asarray(schedule(step), jnp.float32)
     worker = jax.tree.map(lambda x: x[None], worker)
@@ -163,16 +165,13 @@ def make_local_train_step(
   mapped = jax.shard_map(device_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    _check_state(method, state)
     key = jax.random.fold_in(jax.random.key(options.seed), state.step)
     anchor = state.params, state.model_state, state.opt_state
-    (params, model_state, opt_state), workers, metrics, codes = mapped(
-      anchor, state.exchange_state, batch, key, state.step
-    )
+    anchor, workers, metrics, codes = mapped(anchor, state.exchange_state, batch, key, state.step)
     check_loss(loss_fn, state.params, state.model_state, batch, mesh)
     if options.skip_bad_steps:
       metrics[nan_guard.CODES] = codes
-    return TrainState(state.step + 1, params, model_state, opt_state, workers, ()), metrics
+    return TrainState(state.step + 1, *anchor, workers, ()), metrics
 
   # Metrics are replicated, but the codes of a skipped step are one per device.
   shardings = (state_shardings(mesh), None if options.skip_bad_steps else replicated(mesh))
@@ -181,51 +180,27 @@ def make_local_train_step(
   return checked_step(one_at_a_time(jitted, mesh), options)
 
 
-def _check_state(method: LocalUpdate, state: TrainState) -> None:
-  """Refuse a model state that fragments would not average."""
-  if method.is_streamed and jax.tree.leaves(state.model_state):
-    problem = "streams fragments, which does not average a model state such as BatchNorm's"
-    raise invalid("sync", ..., problem, "use one fragment without a delay, or another model")
-
-
-def _unpaired(worker: WorkerState, method: LocalUpdate) -> tuple[WorkerState, Any]:
-  """Return the worker and its `rounds.Round`, which with `worker_steps` is paired with a state."""
-  if not method.worker_steps:
-    return worker, ()
-  paced, exchange_state = worker.exchange_state
-  return worker._replace(exchange_state=exchange_state), paced
-
-
 def _make_report(
-  method: LocalUpdate, last_step: int | None, axes: Axes, is_guarded: bool
+  method: LocalUpdate, last_step: int | None, axes: Axes, is_active: IsActive, is_guarded: bool
 ) -> Callable[..., tuple[Metrics, WorkerState, Any]]:
   """Return the function that averages a step's metrics, or with `worker_steps` a round's."""
 
-  def report(
-    paced: Any,
-    worker: WorkerState,
-    totals: Totals,
-    metrics: Metrics,
-    codes: Any,
-    code: jax.Array,
-    step: jax.Array,
-  ):
+  def report(paced: Any, worker: WorkerState, outputs: Any, code: jax.Array, step: jax.Array):
+    totals, metrics, codes = outputs
     if not method.worker_steps:
-      totals["loss"] = jnp.where(code < 0, totals["loss"], jnp.nan)
       totals, metrics = lax.psum(totals, axes), lax.pmean(metrics, axes)
       metrics = means(totals) | metrics
     else:
-      is_active = metrics.pop(_ACTIVE)
       if others := set(metrics) - {"grad_norm"}:
         problem = f"reports {min(others)} of each step, and worker_steps only means of rounds"
         raise invalid("options.observe", ..., problem, "do not observe, or unset worker_steps")
-      paced = rounds.count(paced, totals, metrics["grad_norm"], is_active, codes)
+      paced = rounds.count(paced, totals, metrics["grad_norm"], is_active(step), codes)
       due = method.fragment_due(step + int(method.delay == 0)) > 0
       due |= (step == 0) | (step + 1 == (last_step or 0))
       codes = paced.codes
       paced, metrics = rounds.report(paced, due, axes)
-      metrics["loss"] = jnp.where(code < 0, metrics["loss"], jnp.nan)
       worker = worker._replace(exchange_state=(paced, worker.exchange_state))
+    metrics["loss"] = jnp.where(code < 0, metrics["loss"], jnp.nan)
     if is_guarded:
       codes = jnp.append(codes, vary(code, axes))[None]
     return metrics, worker, codes if is_guarded else ()
@@ -245,9 +220,7 @@ def _make_worker_update(
   """
   axes, is_cpu = mesh.axis_names, on_cpu(mesh)
 
-  def mean_grads(
-    worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array
-  ) -> tuple[Tree, Tree, Totals, Any]:
+  def mean_grads(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array):
     def loss_of(part: Tree, *rest: Any):
       return loss_fn(merge(part, anchor), *rest)
 
@@ -283,7 +256,6 @@ def _make_worker_update(
       params = optax.apply_updates(worker.params, updates)
       return WorkerState(params, model_state, opt_state, worker.exchange_state)
 
-    after = worker
     if not options.skip_bad_steps:
       after = move()
     else:
@@ -302,33 +274,30 @@ def _make_worker_update(
   return update
 
 
-def _some_steps(
-  update: WorkerUpdate, method: LocalUpdate, workers: Axes, axes: Axes
-) -> WorkerUpdate:
+def _is_active(method: LocalUpdate, workers: Axes, step: jax.Array) -> jax.Array:
+  """Return whether this device's worker takes a step with `worker_steps`, bool []."""
+  steps = jnp.asarray(method.worker_steps, jnp.int32)[lax.axis_index(workers)]
+  return step % method.every < steps
+
+
+def _some_steps(update: WorkerUpdate, is_active: IsActive, axes: Axes) -> WorkerUpdate:
   """Return an inner step that each worker takes only in its first steps of a round.
 
   A round is the steps between two synchronizations; `method.worker_steps` has the number of
   each worker. In the other steps of a round a worker computes nothing: its state keeps its
-  values except for step counts, and its totals and metrics are 0. The metric `_ACTIVE` is 1 on
-  the devices of workers that took the step.
+  values except for step counts, and its totals and metrics are 0.
   """
-
-  def take(*arguments: Any):
-    worker, totals, metrics, codes = update(*arguments)
-    return worker, totals, metrics | {_ACTIVE: vary(jnp.ones(()), axes)}, codes
 
   def some(worker: WorkerState, *arguments: Any):
     *_, step = arguments
-    steps = jnp.asarray(method.worker_steps, jnp.int32)[lax.axis_index(workers)]
-    _, *shapes = jax.eval_shape(take, worker, *arguments)
-    zeros = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), axes), shapes)
-    totals, metrics, codes = zeros
+    _, *shapes = jax.eval_shape(update, worker, *arguments)
+    totals, metrics, codes = vary(jax.tree.map(jnp.zeros_like, shapes), axes)
 
     def idle(worker: WorkerState, *_: Any):
       kept = worker._replace(opt_state=nan_guard.count_steps(worker.opt_state))
       return kept, totals, metrics, jax.tree.map(lambda x: x - 1, codes)  # nothing was bad
 
-    return lax.cond(step % method.every < steps, take, idle, worker, *arguments)
+    return lax.cond(is_active(step), update, idle, worker, *arguments)
 
   return some
 
@@ -361,29 +330,19 @@ def _make_streamed(
   result has not been taken over yet.
   """
   count, numbers = method.fragments, range(method.fragments)
-  none = jnp.full((), -1, jnp.int32)
 
-  def beside(number: int | None):
-    def run(anchor: Anchor, before: WorkerState, inputs: Any):
-      code = none
-      if number is not None:
-        send = synchronize(number, takes_over=False)
-        anchor, before, code = send(anchor, before, before.params)
-      return anchor, update(before, *inputs), code
+  def beside(send: Synchronize, anchor: Anchor, before: WorkerState, inputs: Any):
+    anchor, before, code = send(anchor, before, before.params)
+    return anchor, update(before, *inputs), code
 
-    return run
+  def take_over(number: int, anchor: Tree, params: Tree):
+    own, start = (fragments.pick(tree, number, count) for tree in (params, anchor))
+    start = vary(start, jax.sharding.get_abstract_mesh().axis_names)
+    mixed = optax.incremental_update(start, own, step_size=1 - method.mixing)
+    return fragments.put(params, number, count, mixed)
 
-  def take_over(number: int):
-    def run(anchor: Tree, params: Tree):
-      own, start = (fragments.pick(tree, number, count) for tree in (params, anchor))
-      start = vary(start, jax.sharding.get_abstract_mesh().axis_names)
-      mixed = optax.incremental_update(start, own, step_size=1 - method.mixing)
-      return fragments.put(params, number, count, mixed)
-
-    return run
-
-  def after_all(anchor: Anchor, worker: WorkerState, _: Tree):
-    code = none
+  def after_all(anchor: Anchor, worker: WorkerState, sent: Tree):
+    *_, code = _stay(anchor, worker, sent)
     for number in numbers if last_step is None else method.arrived(last_step):
       anchor, worker, bad = synchronize(number)(anchor, worker, worker.params)
       code = jnp.maximum(code, bad)
@@ -391,12 +350,16 @@ def _make_streamed(
 
   def take_step(anchor: Anchor, before: WorkerState, inputs: Any):
     *_, step = inputs
+    if jax.tree.leaves(before.model_state):
+      problem = "streams fragments, which does not average a model state such as BatchNorm's"
+      raise invalid("sync", ..., problem, "use one fragment without a delay, or another model")
     if method.delay:
-      branches, due = [beside(n) for n in (None, *numbers)], method.fragment_due(step)
+      sends = _stay, *(synchronize(n, takes_over=False) for n in numbers)
+      branches, due = [functools.partial(beside, x) for x in sends], method.fragment_due(step)
       anchor, (worker, *outputs), code = lax.switch(due, branches, anchor, before, inputs)
       due = method.fragment_due(step + 1 - method.delay)
-      branches = [lambda _, params: params, *map(take_over, numbers)]
-      params = lax.switch(due, branches, anchor[0], worker.params)
+      takes = (functools.partial(take_over, n) for n in numbers)
+      params = lax.switch(due, [lambda _, own: own, *takes], anchor[0], worker.params)
       worker = worker._replace(params=params)
     else:
       (worker, *outputs), due = update(before, *inputs), method.fragment_due(step + 1)
@@ -412,13 +375,7 @@ def _make_streamed(
 
 
 def _make_synchronize(
-  exchange: Exchange,
-  method: LocalUpdate,
-  axes: Axes,
-  is_guarded: bool,
-  number: int,
-  *,
-  takes_over: bool = True,
+  exchange: Exchange, method: LocalUpdate, is_guarded: bool, number: int, *, takes_over: bool = True
 ) -> Synchronize:
   """Return the outer step of a fragment: (anchor, worker, sent) -> (anchor, worker, code).
 
@@ -432,6 +389,7 @@ def _make_synchronize(
   @jax.named_scope("exchange")
   def synchronize(anchor: Anchor, worker: WorkerState, sent: Tree):
     whole, model_state, outer_states = anchor
+    axes = jax.sharding.get_abstract_mesh().axis_names
     params = fragments.pick(whole, number, count)
     sent = fragments.pick(sent, number, count)
     pseudo_grads = jax.tree.map(jnp.subtract, vary(params, axes), sent)
@@ -447,9 +405,7 @@ def _make_synchronize(
         pull = optax.tree.scale(method.elastic, pseudo_grads)
         start = optax.apply_updates(worker.params, pull)
       model_state = agree(worker.model_state, axes, apart=True, together=True)
-      opt_state = worker.opt_state
-      if method.reset_momentum:
-        opt_state = reset_momentum(opt_state)
+      opt_state = reset_momentum(worker.opt_state) if method.reset_momentum else worker.opt_state
       start = fragments.put(worker.params, number, count, start)
       after = WorkerState(start, vary(model_state, axes), opt_state, after.exchange_state)
     whole = fragments.put(whole, number, count, params)

@@ -50,18 +50,16 @@ def count(state: Round, totals: Totals, norm: jax.Array, is_active: jax.Array, c
     state: the state before the step.
     totals: the device's totals.
     norm: the norm of the worker's gradient, float32 [].
-    is_active: 1 if the worker took the step, else 0, float32 [].
+    is_active: whether the worker took the step, bool [].
     codes: findings of `nan_guard`, int32 [3]; steps with one are not counted. () without guard.
   """
   weight = totals.get(LOSS_WEIGHT, totals["examples"])
   added = jnp.stack([x.astype(jnp.float32) for x in (totals["loss"], weight, norm, is_active)])
   if len(codes):
     added = jnp.where(jnp.isfinite(totals["loss"]), added, 0)
-    codes = jnp.where((state.codes < 0).all(), codes, state.codes)
-  else:
-    codes = state.codes
+    state = state._replace(codes=jnp.where((state.codes < 0).all(), codes, state.codes))
   taken = state.taken + added[3].astype(jnp.int32)
-  return state._replace(taken=taken, sums=state.sums + added, codes=codes)
+  return state._replace(taken=taken, sums=state.sums + added)
 
 
 def report(state: Round, is_due: jax.Array, axes: Axes) -> tuple[Round, Metrics]:
