@@ -288,8 +288,7 @@ def _one_line(what: str, fix: str) -> Generator[None, None, None]:
   except ConfigError:
     raise
   except Exception as e:
-    problem = f"failed with {type(e).__name__}: {message_of(e)}"
-    raise invalid(what, ..., problem, fix) from e
+    raise invalid(what, ..., f"failed with {type(e).__name__}: {message_of(e)}", fix) from e
 
 
 class Warmup(Schedule):
@@ -437,10 +436,9 @@ class MuP(bases.Parametrization):
         out = leaves[path].shape[0] / leaves[path].base[0]
         factors[path] = factors[path]._replace(multiplier=1 / out)
     name = "q_norm" if any("/q_norm/" in path for path in leaves) else "q"
-    for path in leaves:
-      if path.startswith(f"layers/{name}/"):
-        scale = factors[path].multiplier * context.query_scale
-        factors[path] = factors[path]._replace(multiplier=scale)
+    for path in (path for path in leaves if path.startswith(f"layers/{name}/")):
+      scale = factors[path].multiplier * context.query_scale
+      factors[path] = factors[path]._replace(multiplier=scale)
     return factors
 
   def _of_depth(self, context: bases.ParametrizationContext) -> dict[str, Any]:
