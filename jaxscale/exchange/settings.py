@@ -20,6 +20,8 @@ from jaxscale.errors import invalid
 __all__ = ["AllReduce", "BlockMomentum", "DiLoCo", "EveryStep", "HalfPrecision", "Int8"]
 __all__ += ["LocalSGD", "OneBit", "SyncEASGD", "TwoBit"]
 
+_BUCKET = 25 * 2**20  # `buckets.BUCKET_BYTES`, whose module imports JAX.
+
 
 class AllReduce(Exchange):
   """Mean of uncompressed gradients, exact up to rounding; the default.
@@ -99,7 +101,7 @@ class HalfPrecision(AllReduce):
 
   dtype: Literal["bfloat16", "float16"] = "bfloat16"
   sum_in: Literal["float32", "payload"] = "float32"
-  bucket_bytes: Annotated[int, ">= 4"] = exchange.buckets.BUCKET_BYTES
+  bucket_bytes: Annotated[int, ">= 4"] = _BUCKET
 
   def build(self, context: ExchangeContext) -> exchange.Exchange:
     by, sums, size = self.plan(context, self.dtype), self.sum_in, self.bucket_bytes
@@ -114,7 +116,7 @@ class Compressed(Exchange):
       float32.
   """
 
-  bucket_bytes: Count = exchange.buckets.BUCKET_BYTES
+  bucket_bytes: Count = _BUCKET
 
 
 class Int8(Compressed):

@@ -226,6 +226,14 @@ def next_size(config: cfg.Config, batch_size: int, num_train: int) -> int | None
   return larger if larger <= min(config.phases.max_batch_size or num_train, num_train) else None
 
 
+def all_sizes(config: cfg.Config, num_train: int) -> list[int]:
+  """Return the batch sizes of a batch that grows as often as it can."""
+  sizes = [config.batch_size]
+  while larger := next_size(config, sizes[-1], num_train):
+    sizes.append(larger)
+  return sizes
+
+
 def _phases(
   config: cfg.Config, num_train: int, chosen: Sequence[int], warmup_steps: int
 ) -> tuple[Phase, ...]:
@@ -242,17 +250,15 @@ def _phases(
   if isinstance(settings, cfg.AdaptiveBatch):
     each = settings.every_epochs
     points = [i * each * num_train for i in range(1, max(math.ceil(total / each), 1))]
-    return _grown(config, num_train, points, [*chosen] or [size], is_open=True)
-  points, sizes = growth_points(config, num_train, warmup_steps), [*chosen] or [size]
-  if not (is_measured := settings.when.decide is not None):
-    while len(sizes) <= len(points) and (n := next_size(config, sizes[-1], num_train)):
-      sizes.append(n)
-  is_open = is_measured and next_size(config, sizes[-1], num_train) is not None
-  return _grown(config, num_train, points, sizes, is_open=is_open)
+    return _grown(config, total * num_train, points, [*chosen] or [size])
+  points = growth_points(config, num_train, warmup_steps)
+  sizes = [*chosen] or [size] if settings.when.decide else all_sizes(config, num_train)
+  is_open = next_size(config, sizes[-1], num_train) is not None
+  return _grown(config, total * num_train, points, sizes, is_open)
 
 
 def _grown(
-  config: cfg.Config, num_train: int, points: Sequence[float], sizes: list[int], *, is_open: bool
+  config: cfg.Config, total: float, points: Sequence[float], sizes: list[int], is_open: bool = True
 ) -> tuple[Phase, ...]:
   """Return the phases of a run whose batch size may change after `points` examples.
 
@@ -260,11 +266,11 @@ def _grown(
 
   Args:
     config: the settings.
-    num_train: the number of training examples.
+    total: the length of the run in examples.
     points: the numbers of examples after which the size may change.
     sizes: the size from the start and from each point on, as far as it is known.
-    is_open: whether the size after the next point is still to be decided; the last phase then
-      begins there, with the size before.
+    is_open: whether the size after the next point, if there is one, is still to be decided; the
+      last phase then begins there, with the size before.
   """
   known = [*zip([0.0, *points], sizes, strict=False)]
   parts = [x for i, x in enumerate(known) if i == 0 or x[1] != known[i - 1][1]]
@@ -274,8 +280,6 @@ def _grown(
   counts, settings = [config.accumulate_steps] * len(sizes), config.phases
   if isinstance(settings, cfg.Growing):
     counts = [settings.micro_batches(size, config) for size in sizes]
-  assert config.epochs is not None  # checked by Config
-  total = config.epochs * num_train
   phases = plan(starts, sizes, counts, [None] * len(sizes), num_train=1, total_epochs=total)
   is_open = is_open and phases[-1].ordinal == len(parts) - 1
   return (*phases[:-1], phases[-1]._replace(is_decided=not is_open))

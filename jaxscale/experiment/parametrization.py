@@ -14,7 +14,7 @@ from jaxscale import config as cfg
 from jaxscale import models, optim
 from jaxscale.errors import invalid
 from jaxscale.experiment.own_classes import build
-from jaxscale.optim.layers import layers_of
+from jaxscale.optim.layers import matrix_labels
 from jaxscale.optim.tree_paths import path_name
 
 Factors = Mapping[str, optim.LeafFactors]
@@ -60,9 +60,8 @@ def leaf_factors(config: cfg.Config, model: Any, base: Any) -> Factors:
     leaves[path] = optim.Leaf(*shapes, inside, by_muon.get(path, ""))
   more: dict[str, Any] = {"out_first": getattr(model, "out_first", False)}
   if is_stack:
-    widths = _head_width(base_config(config).model), _head_width(config.model)
-    more |= {"depth": model.num_layers / base.num_layers, "is_tied": model.tied}
-    more |= {"query_scale": math.sqrt(widths[0] / widths[1])}
+    scale = math.sqrt(_head_width(base_config(config).model) / _head_width(config.model))
+    more |= dict(depth=model.num_layers / base.num_layers, is_tied=model.tied, query_scale=scale)
   context = cfg.ParametrizationContext(leaves, rule, **more)
   expected = "a dict from paths to optim.LeafFactors"
   return build(config.parametrization, context, kind=Mapping, expected=expected)
@@ -87,15 +86,11 @@ def _head_width(model: Any) -> int:
 
 def _by_muon(config: cfg.Config, model: Any) -> dict[str, str]:
   """Return `adjust` by the paths of the parameters that Muon updates, as `optim.muon` does."""
-  params, options = _split(models.init_shapes(model.init))[0], config.optimizer
-  stacked = "^layers/" if isinstance(model, models.Stack) else None
-  layers = layers_of(params, getattr(options, "include", None), stacked)
-  leaves = zip(layers, jax.tree.leaves_with_path(params), strict=True)
-  return {
-    path_name(path): getattr(options, "adjust", "original")
-    for layer, (path, x) in leaves
-    if layer.chosen and x.ndim > 1 + layer.stacked and (layer.stacked or stacked is None)
-  }
+  masks = ("^layers/", "^(embed|head)/") if isinstance(model, models.Stack) else (None, None)
+  labels = matrix_labels("muon", getattr(config.optimizer, "include", None), *masks)[0]
+  leaves = jax.tree.leaves_with_path(labels(_split(models.init_shapes(model.init))[0]))
+  adjust = getattr(config.optimizer, "adjust", "original")
+  return {path_name(path): adjust for path, label in leaves if label == "muon"}
 
 
 def with_init(model: Any, base: Any, factors: Factors) -> Any:

@@ -52,17 +52,17 @@ def read(names: Sequence[str], runs: str) -> tuple[Any, Any, dict[float, float |
     spec = folders.read_spec(path) if (path / "run.json").exists() else None
     workdirs += [spec.workdir(task) for task in spec.tasks] if spec else [path]
   for workdir in workdirs:
-    configs.append(flat(describe_run(workdir).config) | {"optimizer.lr": 0, "seed": 0})
+    record = describe_run(workdir)
+    configs.append(flat(record.config) | {"optimizer.lr": 0, "seed": 0})
     if different := [k for k, v in configs[0].items() if configs[-1].get(k) != v]:
       problem = f"differs from {workdirs[0].name} in {different[0]}"
       raise invalid(str(workdir), ..., problem, "give runs that differ in optimizer.lr and seed")
-    rate = read_json(workdir / "config.json", _DERIVED)["derived"]["peak_lr"]
+    derived = read_json(workdir / "config.json", _DERIVED)["derived"]
     summary = read_json(workdir / "summary.json", dict(outcome=str, loss=float))
-    losses.setdefault(rate, []).append(summary.get("loss", math.nan))
+    losses.setdefault(derived["peak_lr"], []).append(summary.get("loss", math.nan))
   means = {rate: statistics.fmean(each) for rate, each in sorted(losses.items())}
   ended = {rate: x if math.isfinite(x) else None for rate, x in means.items()}
-  derived = read_json(workdirs[0] / "config.json", _DERIVED)["derived"]
-  return describe_run(workdirs[0]).config, derived, ended
+  return record.config, derived, ended
 
 
 def optimum(losses: Mapping[float, float | None]) -> tuple[float, float, float]:
@@ -78,9 +78,8 @@ def optimum(losses: Mapping[float, float | None]) -> tuple[float, float, float]:
     >>> optimum({1.0: 3.0, 2.0: 2.0, 4.0: 3.0})
     (2.0, 1.0, 4.0)
   """
-  rates, values = zip(
-    *[(r, x) for r, x in losses.items() if x is not None] or [(0, 0)], strict=True
-  )
+  known = [(r, x) for r, x in losses.items() if x is not None] or [(0, 0)]
+  rates, values = zip(*known, strict=True)
   best = values.index(min(values))
   if not 0 < best < len(rates) - 1:
     problem = "is not between two other rates with a loss"
@@ -115,13 +114,9 @@ def settings(old: Any, derived: Any, rate: float, config: Config) -> Rows:
     problem = f"cannot transfer from {old[part]['class']} and {old['model']['class']}"
     raise invalid(f"Config.{part}", new[part]["class"], problem, _FIX)
   k, before = config.batch_size / old["batch_size"], old["optimizer"]
-  root = k if rule == "sgd" else math.sqrt(k)
+  root, name = (k, "k") if rule == "sgd" else (math.sqrt(k), "sqrt(k)")
   rows: Rows = {"batch_size": (old["batch_size"], config.batch_size, f"k = {k:g}")}
-  rows["optimizer.lr"] = (
-    rate,
-    rate * root,
-    f"{'k' if rule == 'sgd' else 'sqrt(k)'}, {_SOURCES[rule]}",
-  )
+  rows["optimizer.lr"] = rate, rate * root, f"{name}, {_SOURCES[rule]}"
   if rule != "sgd":
     decay = before.get("weight_decay", 0.0)
     rows["optimizer.weight_decay"] = decay, decay * root, "sqrt(k), arXiv:2405.13698"
@@ -130,9 +125,8 @@ def settings(old: Any, derived: Any, rate: float, config: Config) -> Rows:
     moments = {b: 1 - k * (1 - before[b]) for b in ("b1", "b2")}
     fits = min(moments.values()) >= 0
     why = "1 - k (1 - b), arXiv:2205.10287" if fits else "kept: k (1 - b) > 1, outside the rule"
-    rows |= {
-      f"optimizer.{b}": (before[b], x if fits else before[b], why) for b, x in moments.items()
-    }
+    for b, x in moments.items():
+      rows[f"optimizer.{b}"] = before[b], x if fits else before[b], why
   if config.steps is not None:
     was, warmup = derived["total_steps"], derived["warmup_steps"]
     why = f"{k * config.steps / was:g} times the examples, no rule applied"

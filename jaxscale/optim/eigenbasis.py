@@ -173,13 +173,12 @@ def scale_by_soap(
     problem = "decides shapes, but optax.inject_hyperparams made it an array"
     raise invalid("max_precond_dim", ..., problem, "add static_args=('max_precond_dim',)")
   every = 1 if is_injected(precondition_frequency) else precondition_frequency
-  cost = functools.partial(_flops, every, max_precond_dim)
-  dealt: Any = {"stacked": stacked, "cost": cost}
+  dealt: Any = {"stacked": stacked, "cost": functools.partial(_flops, every, max_precond_dim)}
 
   def start(shape: tuple[int, int], dtype: Any):
     def side(n: int):
-      none = n > max_precond_dim
-      return None if none else Side(jnp.zeros((n, n), dtype), jnp.eye(n, dtype=dtype))
+      is_short = n <= max_precond_dim
+      return Side(jnp.zeros((n, n), dtype), jnp.eye(n, dtype=dtype)) if is_short else None
 
     zeros = jnp.zeros(shape, dtype)
     return Moments(zeros, zeros, *map(side, shape))
@@ -187,6 +186,9 @@ def scale_by_soap(
   def init(params: Any):
     moments = init_matrices(start, params, **dealt)
     return SOAPState(jnp.zeros([], jnp.int32), jnp.zeros([], bool), moments)
+
+  def averaged(side: Side | None, g: Any):  # g with this side as rows
+    return side and side._replace(mean=decay * side.mean + (1 - decay) * g @ g.mT)
 
   @jax.default_matmul_precision("float32")
   def step(bias: Any, refresh: Any, has_basis: Any, g: Any, s: Moments):
@@ -196,13 +198,8 @@ def scale_by_soap(
     moved = _out_of(_into(mu, s) / c1 / (jnp.sqrt(nu / c2) + eps), s)
     # Step 0 only sets the basis: it leaves moments and parameters as they are.
     mu, nu, moved = (jnp.where(has_basis, x, 0) for x in (mu, nu, moved))
-    left, right = s.left, s.right
-    if left is not None:
-      left = left._replace(mean=decay * left.mean + (1 - decay) * g @ _turned(g))
-    if right is not None:
-      right = right._replace(mean=decay * right.mean + (1 - decay) * _turned(g) @ g)
-    branches = (lambda s: s, _power_iteration, _eigenvectors)
-    return moved, jax.lax.switch(refresh, branches, Moments(mu, nu, left, right))
+    moments = Moments(mu, nu, averaged(s.left, g), averaged(s.right, g.mT))
+    return moved, jax.lax.switch(refresh, (lambda s: s, _power_iteration, _eigenvectors), moments)
 
   def update(updates: Any, state: Any, params: Any = None):
     steps = jnp.maximum(state.count, 1)  # Step 0 moves nothing, but must not divide by 0.
@@ -225,20 +222,16 @@ def _flops(every: int, longest: int, inputs: int, outputs: int) -> float:
   return sum(8 * inputs * outputs * n + 14 / 3 * n**3 / every for n in sides)
 
 
-def _turned(x: jax.Array) -> jax.Array:
-  return x.swapaxes(1, 2)
-
-
 def _into(x: jax.Array, s: Moments) -> jax.Array:
   """Return P^T x Q for matrices x [k, in, out]."""
-  x = x if s.left is None else _turned(s.left.basis) @ x
+  x = x if s.left is None else s.left.basis.mT @ x
   return x if s.right is None else x @ s.right.basis
 
 
 def _out_of(x: jax.Array, s: Moments) -> jax.Array:
   """Return P x Q^T for matrices x [k, in, out]."""
   x = x if s.left is None else s.left.basis @ x
-  return x if s.right is None else x @ _turned(s.right.basis)
+  return x if s.right is None else x @ s.right.basis.mT
 
 
 def _power_iteration(s: Moments) -> Moments:
@@ -251,11 +244,11 @@ def _power_iteration(s: Moments) -> Moments:
     order = jnp.argsort(-jnp.sum(side.basis * image, axis=1))[:, None]
     image = jnp.take_along_axis(image, order, axis=2)
     basis = jnp.linalg.qr(image)[0]
-    return side._replace(basis=basis), jnp.take_along_axis(nu, _turned(order), axis=1)
+    return side._replace(basis=basis), jnp.take_along_axis(nu, order.mT, axis=1)
 
   left, nu = sides(s.left, s.nu)
-  right, nu = sides(s.right, _turned(nu))
-  return Moments(s.mu, _turned(nu), left, right)
+  right, nu = sides(s.right, nu.mT)
+  return Moments(s.mu, nu.mT, left, right)
 
 
 def _eigenvectors(s: Moments) -> Moments:
@@ -267,12 +260,10 @@ def _eigenvectors(s: Moments) -> Moments:
   """
   rank = min(s.mu.shape[1:])
 
-  def side(x: Side | None):
-    if x is None:
-      return x
+  def side(x: Side):
     basis = jnp.linalg.eigh(x.mean)[1][:, :, ::-1]
     if basis.shape[-1] > rank:
       basis = jnp.linalg.qr(basis[:, :, :rank], mode="complete")[0]
     return x._replace(basis=basis)
 
-  return s._replace(left=side(s.left), right=side(s.right))
+  return s._replace(left=s.left and side(s.left), right=s.right and side(s.right))

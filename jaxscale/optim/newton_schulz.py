@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from jaxscale.optim.layers import is_injected
 
 Coefficients = tuple[float, float, float]
-_TORCH_EPS = 1e-7  # torch.optim.Muon's default
 
 # Algorithm 1 of arXiv:2505.16932, before its safety factor.
 _POLAR_EXPRESS: tuple[Coefficients, ...] = (
@@ -111,26 +110,16 @@ def orthogonalize(
     Matrices of the same shape and dtype.
   """
   norms = jnp.linalg.norm(matrices, axis=(1, 2), keepdims=True)
-  x = matrices / (jnp.maximum(norms, _TORCH_EPS) if eps is None else norms + eps)
+  x = matrices / (jnp.maximum(norms, 1e-7) if eps is None else norms + eps)
   tall = x.shape[1] > x.shape[2]
-  if tall:  # transposed, so that s is the smaller of the two products
-    x = x.swapaxes(1, 2)
+  x = x.mT if tall else x  # transposed, so that s is the smaller of the two products
   x = x.astype(jnp.bfloat16) if dtype == "bfloat16" else x
-  triples = coefficients_of(coeffs)
+  table = jnp.array(coefficients_of(coeffs), x.dtype)
 
-  def iterate(coefficients: Any, x: jax.Array):
-    a, b, c = coefficients
-    s = x @ x.swapaxes(1, 2)
+  def iterate(i: Any, x: jax.Array):
+    a, b, c = table[jnp.minimum(i, len(table) - 1)]
+    s = x @ x.mT
     return a * x + (b * s + c * s @ s) @ x
 
-  if is_injected(steps):
-    table = jnp.array(triples, x.dtype)
-
-    def at(i: Any, x: jax.Array):
-      return iterate(table[jnp.minimum(i, len(triples) - 1)], x)
-
-    x = jax.lax.fori_loop(0, steps, at, x)
-  else:
-    for i in range(steps):
-      x = iterate(triples[min(i, len(triples) - 1)], x)
-  return (x.swapaxes(1, 2) if tall else x).astype(matrices.dtype)
+  x = jax.lax.fori_loop(0, steps, iterate, x, unroll=None if is_injected(steps) else True)
+  return (x.mT if tall else x).astype(matrices.dtype)

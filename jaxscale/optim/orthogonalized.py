@@ -176,10 +176,7 @@ def scale_by_muon(
 
     def step(g: Any, v: Any):
       now, ahead = (c.astype(v.dtype) for c in corrections)
-      u = v / now
-      if nesterov:
-        u = momentum * v / ahead + (1 - momentum) * g / now
-      return u
+      return momentum * v / ahead + (1 - momentum) * g / now if nesterov else v / now
 
     def whole_step(matrices: jax.Array):
       inputs, outputs = matrices.shape[1:]

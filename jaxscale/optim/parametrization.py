@@ -192,11 +192,7 @@ def scale_by_path(factors: Mapping[str, float]) -> optax.GradientTransformation:
   Example:
     >>> tx = optax.chain(optax.adam(1e-3), scale_by_path({"head/kernel": 0.25}))
   """
-
-  def update(updates: Any, state: Any, params: Any = None):
-    return _scaled(updates, factors), state
-
-  return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+  return optax.stateless(lambda updates, params: _scaled(updates, factors))
 
 
 def with_factors(
@@ -227,8 +223,4 @@ def with_factors(
 
 
 def _scaled(tree: Any, factors: Mapping[str, float]) -> Any:
-  def scaled(path: Any, x: Any) -> Any:
-    factor = factors.get(path_name(path), 1.0)
-    return x if factor == 1 else factor * x
-
-  return jax.tree.map_with_path(scaled, tree)
+  return jax.tree.map_with_path(lambda path, x: factors.get(path_name(path), 1.0) * x, tree)

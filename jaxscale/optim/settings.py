@@ -30,16 +30,15 @@ NewtonSchulz = Literal["jordan", "you", "polar_express"]
 
 def _options(chosen: Optimizer, context: OptimizerContext) -> dict[str, Any]:
   """Return the fields as keyword arguments of the functions in `jaxscale.optim`."""
-  values = {f.name: getattr(chosen, f.name) for f in dataclasses.fields(chosen)}
-  del values["lr"]  # The schedule contains it.
+  # The schedule contains the learning rate.
+  values = {name: value for name, value in vars(chosen).items() if name != "lr"}
   if context.momentum is not None and "momentum" in values:
     values["momentum"] = context.momentum
   if "momentum_correction" in values:
     correct = {"never": False, "warmup": context.warmup_steps, "always": True}
     values["momentum_correction"] = correct[values["momentum_correction"]]
   values["mask"] = optim.including(values.pop("include"))
-  if context.stacked is not None:
-    values["stacked"] = context.stacked
+  values["stacked"] = context.stacked
   return values
 
 
@@ -213,11 +212,8 @@ class Muon(_Decaying):
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
-    if (adam_lr := options.pop("adam_lr")) is not None:
-      options["adam_rate_factor"] = adam_lr / self.lr
-    if context.embeddings is not None:
-      options["by_adam"] = context.embeddings
-    return optim.muon(schedule, **options)
+    factor = (options.pop("adam_lr") or self.lr) / self.lr
+    return optim.muon(schedule, by_adam=context.embeddings, adam_rate_factor=factor, **options)
 
 
 class SOAP(AdamW):
@@ -248,9 +244,8 @@ class SOAP(AdamW):
 
   def build(self, schedule: optax.Schedule, context: OptimizerContext):
     options = _options(self, context)
-    if options.pop("embeddings") == "adamw" and context.embeddings is not None:
-      options["by_adam"] = context.embeddings
-    return optim.soap(schedule, **options)
+    by_adam = context.embeddings if options.pop("embeddings") == "adamw" else None
+    return optim.soap(schedule, by_adam=by_adam, **options)
 
 
 class Optax(Optimizer):
@@ -293,8 +288,7 @@ def _one_line(what: str, fix: str) -> Generator[None, None, None]:
   except ConfigError:
     raise
   except Exception as e:
-    problem = f"failed with {type(e).__name__}: {message_of(e)}"
-    raise invalid(what, ..., problem, fix) from e
+    raise invalid(what, ..., f"failed with {type(e).__name__}: {message_of(e)}", fix) from e
 
 
 class Warmup(Schedule):
@@ -442,10 +436,9 @@ class MuP(bases.Parametrization):
         out = leaves[path].shape[0] / leaves[path].base[0]
         factors[path] = factors[path]._replace(multiplier=1 / out)
     name = "q_norm" if any("/q_norm/" in path for path in leaves) else "q"
-    for path in leaves:
-      if path.startswith(f"layers/{name}/"):
-        scale = factors[path].multiplier * context.query_scale
-        factors[path] = factors[path]._replace(multiplier=scale)
+    for path in (path for path in leaves if path.startswith(f"layers/{name}/")):
+      scale = factors[path].multiplier * context.query_scale
+      factors[path] = factors[path]._replace(multiplier=scale)
     return factors
 
   def _of_depth(self, context: bases.ParametrizationContext) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxscale import collectives
 from jaxscale.config import Growing
 from jaxscale.config.phase_settings import measuring
-from jaxscale.experiment.derive import derive, next_size
+from jaxscale.experiment.derive import all_sizes, derive
 from jaxscale.planning.machine import CORNERS, Corner, Rates, hosts
 from jaxscale.planning.step_plan import Step
 
@@ -171,11 +171,8 @@ def steps_by_size(experiment: Any) -> dict[int, int]:
   """
   config, derived = experiment.config, experiment.derived
   if measuring(config.phases) and isinstance(config.phases, Growing):
-    chosen, size = [], config.batch_size
-    while size is not None:
-      chosen.append(size)
-      size = next_size(config, size, derived.num_train)
-    derived = derive(config, derived.num_train, derived.num_eval, derived.num_devices, chosen)
+    numbers = derived.num_train, derived.num_eval, derived.num_devices
+    derived = derive(config, *numbers, all_sizes(config, derived.num_train))
   steps: dict[int, int] = {}
   for phase in derived.phases:
     steps[phase.batch_size] = steps.get(phase.batch_size, 0) + phase.stop - phase.start

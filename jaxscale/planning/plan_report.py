@@ -148,15 +148,14 @@ def _growth(plan: Plan) -> str:
     return ""
   first, rows = plan.growth[0], []
   for s in sorted(plan.growth):
-    took, before = s.seconds["expected"], s.constant_seconds
-    row = f"{s.devices:,}", f"{s.nodes:,}", duration(before), duration(took)
-    rows.append((*row, f"{1 - took / before:.0%}"))
+    times = duration(s.constant_seconds), duration(s.seconds["expected"])
+    saved = f"{1 - s.seconds['expected'] / s.constant_seconds:.0%}"
+    rows.append((f"{s.devices:,}", f"{s.nodes:,}", *times, saved))
   sizes = ", ".join(f"{n:,} at {size:,}" for size, n in first.steps.items())
-  total, measured = sum(first.steps.values()), measuring(plan.config.phases)
-  line = (
-    f"the growing batch takes {total:,} steps ({sizes}), {1 - total / first.constant_steps:.0%}"
-  )
-  line += f" fewer than the {first.constant_steps:,} at {min(first.steps):,}"
+  total, constant = sum(first.steps.values()), first.constant_steps
+  measured = measuring(plan.config.phases)
+  line = f"the growing batch takes {total:,} steps ({sizes}), "
+  line += f"{1 - total / constant:.0%} fewer than the {constant:,} at {min(first.steps):,}"
   line += f"\n  if {measured} lets it grow whenever it decides" * bool(measured)
   head = f"devices,{_node(plan)}s,constant batch,growing batch,saved"
   return f"{line}\n{indent(table(head.split(','), rows), '  ')}"

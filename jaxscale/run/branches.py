@@ -115,6 +115,5 @@ def compare_branches(losses: np.ndarray) -> Comparison:
   """
   small, large = losses[:, losses.shape[1] // 2 :]
   off = large - small
-  error = off.std(ddof=1) / np.sqrt(len(off))
-  values = small.mean(), large.mean(), off.mean(), error
+  values = small.mean(), large.mean(), off.mean(), off.std(ddof=1) / np.sqrt(len(off))
   return Comparison(*(round(float(x), 12) for x in values))

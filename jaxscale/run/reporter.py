@@ -83,16 +83,15 @@ class Reporter:
       outcome = "done" if self._is_done else "interrupted"
       self._writer.close("failed" if error else outcome)
 
-  def enter(self, experiment: build.Experiment) -> None:
-    """Report that a phase begins, or that the one before continues."""
+  def enter(self, experiment: build.Experiment, step: int) -> None:
+    """Report that a phase begins after `step` steps, or that the one before continues."""
     notes = [n for n in experiment.notes if n not in self._experiment.notes]
-    continues = experiment.phase.start == self._experiment.phase.start
     self._experiment = experiment
     total, phase = experiment.derived.total_steps, experiment.phase
     self._progress.expect(total, self._examples(total))
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
-    if not continues:
+    if phase.start == step:
       rule = getattr(experiment.config.phases, "when", None)
       why = f": {rule.why}" if rule is not None and rule.decide is None else ""
       before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))

@@ -37,7 +37,7 @@ def train_phases(run: Run, state: TrainState, compiler: StepCompiler) -> TrainSt
       except StopRequested:  # The resumed run repeats the trials.
         state = hooks.save(run, step, state)
         break
-      run.reporter.enter(run.experiment)
+      run.reporter.enter(run.experiment, step)
     if (to := min(run.nan_policy.done_until(step), run.experiment.phase.stop)) > step:
       logger.info(f"skipping steps {step + 1} to {to}")
       state, step = build.skip_steps(state, to - step), to
