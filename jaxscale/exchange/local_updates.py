@@ -178,6 +178,9 @@ def block_momentum(
   decay = 1 - 1 / num_workers if momentum is None else momentum
   ahead = 1 + decay if nesterov else 1.0
 
+  def init(params: Any):
+    return BlockMomentumState(zero_residuals(params))
+
   def update(updates: Any, state: Any, params: Any = None):
     # Optax calls this with D as `updates` and a BlockMomentumState as `state`.
 
@@ -188,8 +191,7 @@ def block_momentum(
     way = jax.tree.map(lambda s, d: (-ahead * s).astype(d.dtype), smoothed, updates)
     return way, BlockMomentumState(smoothed)
 
-  outer = optax.GradientTransformation(lambda p: BlockMomentumState(zero_residuals(p)), update)
-  return LocalUpdate(every, outer, reset_momentum)
+  return LocalUpdate(every, optax.GradientTransformation(init, update), reset_momentum)
 
 
 def elastic_averaging(every: int, num_workers: int, *, rate: float = 0.9) -> LocalUpdate:
