@@ -19,10 +19,9 @@ from jaxscale.errors import invalid
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
-  expected = "whole numbers without repeats, e.g. 256,1024"
-  text, hint = "the batch sizes in examples; lr_scaling scales the learning rate", "256,1024"
-  sizes = value(distinct, expected)
-  parser.option("--batch-sizes N,N", text, sizes, missing=f"try --batch-sizes {hint}")
+  sizes = value(distinct, "whole numbers without repeats, e.g. 256,1024")
+  text = "the batch sizes in examples; lr_scaling scales the learning rate"
+  parser.option("--batch-sizes N,N", text, sizes, missing="try --batch-sizes 256,1024")
   counts = value(lambda text: [*map(whole(1), text.split(","))], "e.g. 1,4")
   text = "the numbers of micro-batches per step, one per batch size (default: the config's)"
   parser.option("--accumulate-steps N,N", text, counts, default=())
@@ -41,8 +40,7 @@ def run(args: Namespace) -> None:
   if args.branch:
     return _branch(args)
   config = load_config(args.config, args.overrides)
-  sizes, counts = args.batch_sizes, args.accumulate_steps
-  trials = batch_study.trials(config, sizes, args.seeds, counts)
+  trials = batch_study.trials(config, args.batch_sizes, args.seeds, args.accumulate_steps)
   submit.run(args, "report", trials=trials, at_most=args.at_most or 0)
 
 
@@ -68,6 +66,5 @@ def _branch(args: Namespace) -> None:
     from jaxscale.run.branch_study import branch_study  # Imports JAX, once all have joined.
 
     page = branch_study(config, workdir, args.batch_sizes, args.branch, watch.at)
-    is_leader = cluster.is_leader()
-  if is_leader:
-    print(page)
+    if cluster.is_leader():
+      print(page)

@@ -61,8 +61,7 @@ def read(names: Sequence[str], runs: str) -> tuple[Any, Any, dict[float, float |
     summary = read_json(workdir / "summary.json", dict(outcome=str, loss=float))
     losses.setdefault(derived["peak_lr"], []).append(summary.get("loss", math.nan))
   means = {rate: statistics.fmean(each) for rate, each in sorted(losses.items())}
-  ended = {rate: x if math.isfinite(x) else None for rate, x in means.items()}
-  return record.config, derived, ended
+  return record.config, derived, {r: x if math.isfinite(x) else None for r, x in means.items()}
 
 
 def optimum(losses: Mapping[float, float | None]) -> tuple[float, float, float]:

@@ -119,14 +119,12 @@ def _grow(branches: Branches) -> tuple[int, dict[str, float]]:
 def _choose_by_trials(branches: Branches) -> int:
   """Choose a batch size as CNTK does."""
   experiment, step = branches.experiment, int(branches.state.step)
-  config, derived = experiment.config, experiment.derived
-  settings = config.phases
+  config, derived, settings = experiment.config, experiment.derived, experiment.config.phases
   assert isinstance(settings, AdaptiveBatch)
   here, start = derived.num_devices, derived.start_devices
   asked, previous = config.accumulate_steps, experiment.phase.batch_size
   # A run that resumes on a different number of devices must try the same sizes.
-  num_microbatches = asked if here > start else 1
-  unit = math.lcm(settings.multiple, start * asked, here * num_microbatches)
+  unit = math.lcm(settings.multiple, start * asked, here * (asked if here > start else 1))
 
   def trial(size: int) -> float:
     loss = float(branches.losses(tries[size], settings.trial_steps).mean())

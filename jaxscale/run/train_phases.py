@@ -134,9 +134,8 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   # A resumed run reads this choice and needs no second trial.
   write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
   cluster.on_leader(write, "batch sizes")
-  values = {name: x for name, x in values.items() if math.isfinite(x)}
-  if values:
-    run.reporter.write(step + 1, "growth", values)
+  if finite := {name: x for name, x in values.items() if math.isfinite(x)}:
+    run.reporter.write(step + 1, "growth", finite)
   return chosen
 
 

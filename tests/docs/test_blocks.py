@@ -22,7 +22,7 @@ PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in DOCS)]
 # What a reader fills in, and files of the reader's own.
 BLANKS = {"…": "configs/digits.py", "FILE": "configs/digits.py", "DIR": "/tmp"}
 OWN_FILES = ("mine.py", "mine.py:large", "flowers.py", "digits.py", "storage.py")
-OWN_FILES += ("runs/digits/config.json",)
+OWN_FILES += ("runs/digits/config.json", "runs/noise")
 OFFLINE = ("Digits", "Text")  # data that are always there
 
 
