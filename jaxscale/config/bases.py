@@ -362,10 +362,17 @@ class Exchange(Choice):
   delayed: bool = False
 
   averages_exactly = False  # True if the result is the mean of this step's gradients.
-  # True if the exchange sums whole gradients, in any order, and does nothing else.
-  sends_whole: ClassVar[Any] = False
-  # True if the exchange is XLA's sum of each tensor, which can run in the backward pass.
-  is_plain: ClassVar[Any] = False
+
+  @property
+  def sends_whole(self) -> bool:
+    """True if the exchange sums whole gradients, in any order, and does nothing else."""
+    return False
+
+  @property
+  def is_plain(self) -> bool:
+    """True if the exchange is XLA's sum of each tensor, which can run in the backward pass."""
+    return False
+
   plain_epochs = 0.0  # A field in compressed exchanges.
 
 
@@ -391,8 +398,11 @@ class Loss(Choice):
   label_smoothing = 0.0
   class_weights = ()  # A field in CrossEntropy.
   takes_numbers = False  # True if integer targets [n] are numbers, not classes.
-  # True if the loss is cross entropy of one class per row, as `models.Stack` computes it.
-  is_cross_entropy: ClassVar[Any] = False
+
+  @property
+  def is_cross_entropy(self) -> bool:
+    """True if the loss is cross entropy of one class per row, as `models.Stack` computes it."""
+    return False
 
   def arguments(self, info: Any, context: LossContext) -> tuple[Any, ...]:
     """Return the arguments that this class's `build` takes: the second one is optional."""
