@@ -26,7 +26,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from common import report
+from common import free_address, report
 
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_DONE, one_line_errors
@@ -148,10 +147,7 @@ def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int,
   if kind in SIMULATED:
     envs = [{"JAX_NUM_CPU_DEVICES": str(workers)}]
   else:
-    with socket.socket() as s:
-      s.bind(("127.0.0.1", 0))
-      address = f"127.0.0.1:{s.getsockname()[1]}"
-    group = {"JAXSCALE_COORDINATOR": address, "JAXSCALE_NUM_PROCESSES": str(workers)}
+    group = {"JAXSCALE_COORDINATOR": free_address(), "JAXSCALE_NUM_PROCESSES": str(workers)}
     each = {"JAX_NUM_CPU_DEVICES": "1", **group}
     envs = [each | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(workers)]
   processes = []

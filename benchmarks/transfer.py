@@ -8,7 +8,7 @@ parametrization and with CompleteP, whose base model is the small one. Every run
 examples of 16 bytes: 10,240 (640 and 40 steps) without an argument, and 38,400 (2,400 and 150
 steps) in the long form, in which a run of the large model takes two minutes on an idle core.
 Rates are those at batch 16; at batch 256 they are multiplied by 4 (the square-root rule,
-arXiv:2205.10287). A sweep begins with five rates and goes on in the direction of its best one
+arXiv:2205.10287). A sweep begins with five rates and continues in the direction of its best one
 until that is inside, with at most nine. Results are kept in runs/transfer/, and runs that are
 done are not repeated. A run that diverged has no loss. Writes benchmarks/results/transfer.json
 and docs/transfer.png.

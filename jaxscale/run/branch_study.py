@@ -50,7 +50,7 @@ def branch_study(
     workdir: the workdir of the run.
     sizes: the batch sizes, each of which divides the largest.
     examples: the examples of each branch, at least 4 steps of the largest size.
-    at: a function that is told the step and the activity.
+    at: a function of the step and the activity, as `LoopControl.at`.
 
   Raises:
     ConfigError: a size does not divide the largest or the devices, or no checkpoint fits.

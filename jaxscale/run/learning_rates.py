@@ -75,7 +75,7 @@ def find_learning_rate(
     steps: the number of steps; fewer if the loss diverges before.
     low: the learning rate of the first step.
     high: the learning rate of the last step.
-    at: a function that is told the step and the activity, as `LoopControl.at`.
+    at: a function of the step and the activity, as `LoopControl.at`.
   """
   ramp: dict[str, Any] = {"schedule": _Ramp(low=low), "lr_scaling": "none"}
   ramp |= {"optimizer": dataclasses.replace(config.optimizer, lr=high)}

@@ -98,7 +98,7 @@ def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_decision_that_changes_nothing_compiles_nothing(tmp_path, monkeypatch):
-  """The run goes on with the step that it has, and so does one that resumes."""
+  """The run continues with the step that it has, and so does one that resumes."""
   compiled, real = [], train_phases.StepCompiler.begin
 
   def begin(self, experiment, lowering=None):
