@@ -103,7 +103,8 @@ def cross_entropy(
     [0.6931472] [False]
   """
   options = num_classes, label_smoothing, axis
-  logits, *biases = alike(logits, *([] if bias is None else [bias]))
+  # NumPy's argmax is int64, so its arrays become JAX's first.
+  logits, *biases = alike(jnp.asarray(logits), *([] if bias is None else [bias]))
   # Labels vary over fewer axes than split logits, and so do the results.
   return _cross_entropy(options, logits, labels.astype(jnp.int32), *biases)
 
