@@ -326,8 +326,8 @@ def _make_streamed(
 
   With a delay the exchange is in one branch with the step, and takes the parameters from before
   it, so that a compiler can run both at once. The program therefore has a copy of the step for
-  each fragment. After the last step of a run all fragments are exchanged, except those whose
-  result has not been taken over yet.
+  each fragment. After the last step of a run all fragments are exchanged, except those that
+  were just sent and those whose result has not been taken over yet (`LocalUpdate.arrived`).
   """
   count, numbers = method.fragments, range(method.fragments)
 
