@@ -182,10 +182,23 @@ class Unsorted(cfg.Growth):
     return (500.0, 300.0)
 
 
+def rule_with(*points):
+  return type("Points", (cfg.Growth,), {"build": lambda self, context: points})()
+
+
 MISTAKES = {
+  "late": (
+    dict(when=cfg.AtExamples(epochs=(10,))),
+    r"it may grow after \[64000.0\] of 64,000 examples.* before the end",
+  ),
+  "words": (dict(when=rule_with("a", "b")), r"Points\.build returned tuple; return .* numbers"),
+  "nan": (
+    dict(when=rule_with(math.nan, 64.0)),
+    r"Points\.build returned tuple; return a tuple of finite numbers",
+  ),
   "rising": (dict(schedule=Rising()), r"this one rises at step 500; use AtExamples"),
-  "constant": (dict(schedule=Flat()), "never grows: it has the points"),
-  "most": (dict(max_batch_size=100), "at most 100 examples; give .* a larger max_batch_size"),
+  "constant": (dict(schedule=Flat()), "never grows: it may grow after"),
+  "most": (dict(max_batch_size=100), "examples, to 100; give .* a larger max_batch_size"),
   "unsorted": (dict(when=Unsorted()), "give positive, increasing points"),
   "noise": (dict(when=cfg.ByNoiseScale()), "set Config.noise_scale=True"),
   "neutral": (dict(follow="neutral"), None),
