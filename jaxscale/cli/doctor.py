@@ -38,4 +38,4 @@ def run(args: Namespace) -> int:
   if args.overrides and args.config is None:
     raise ConfigError(f"--config.{next(iter(args.overrides))}: needs --config FILE; add it")
   chosen = Path(args.workdir), args.config, args.overrides
-  return preflight.check(preflight.Options(*chosen, tuple(skip)))
+  return preflight.check(preflight.Options(*chosen, tuple(skip), args.trust))

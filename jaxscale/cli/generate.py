@@ -8,6 +8,8 @@ from __future__ import annotations
 from jaxscale.cli.evaluate import add_run, workdir_of
 from jaxscale.cli.parser import Namespace, Parser, number, whole
 
+_CHOICE = "seed", "step", "temperature", "top_k", "top_p", "trust"
+
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
@@ -26,6 +28,6 @@ def run(args: Namespace) -> None:
   """Generate and print text."""
   from jaxscale.run import generate
 
-  choice = {k: getattr(args, k) for k in ("seed", "step", "temperature", "top_k", "top_p")}
+  choice = {k: getattr(args, k) for k in _CHOICE}
   text = generate.write(workdir_of(args), args.prompt, num_tokens=args.tokens, **choice)
   print(args.prompt + text, flush=True)
