@@ -49,12 +49,43 @@ class Stored(NamedTuple):
 
 
 def view(stored: Stored) -> np.ndarray:
-  """Return the array, memory-mapped: pages are read on access."""
-  if 0 in stored.shape:
-    return np.zeros(stored.shape, stored.dtype)
+  """Return the array, read from the file."""
+  return read_part(stored, lambda array: array)
+
+
+def read_part(stored: Stored, part: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+  """Return a part of an array, and read only this part if `part` makes a view.
+
+  Files are not mapped: if the owner of one truncated it, the map would end the process by
+  SIGBUS. Instead, the view of empty memory of the same size tells which bytes are needed.
+
+  Args:
+    stored: the array.
+    part: a function from the array to the part, which may be called twice.
+
+  Raises:
+    OSError: the file became shorter, or cannot be read.
+  """
   size = math.prod(stored.shape) * stored.dtype.itemsize
-  raw = np.memmap(stored.path, np.uint8, "r", offset=stored.begin, shape=(size,))
-  return raw.view(np.ndarray).view(stored.dtype).reshape(stored.shape)
+  if not size:
+    return part(np.zeros(stored.shape, stored.dtype))
+  with mmap.mmap(-1, size) as memory, open_regular(stored.path) as file:
+    raw = np.frombuffer(memory, np.uint8)
+    whole, start = raw.view(stored.dtype).reshape(stored.shape), raw.ctypes.data
+
+    def fill(view: np.ndarray) -> None:
+      low, high = np.lib.array_utils.byte_bounds(view)
+      if high - low <= 2 * view.nbytes:
+        bounds = slice(low - start, high - start)
+        read_at(file.fileno(), raw[bounds].data, stored.begin + low - start, str(stored.path))
+      elif view.nbytes:
+        for inner in np.moveaxis(view, np.argmax(view.strides), 0):
+          fill(inner)
+
+    view = part(whole)
+    is_view = np.may_share_memory(view, whole)
+    fill(view if is_view else whole)
+    return np.array(view if is_view else part(whole))
 
 
 def read_index(path: str | os.PathLike) -> dict[str, Stored]:
