@@ -101,7 +101,7 @@ def stored_array(path: Path) -> StoredArray | np.ndarray:
   """
   with open_regular(path) as file:
     shape, is_fortran, dtype = _header(file)
-    if not is_fortran and shape:
+    if shape and not (is_fortran and len(shape) > 1):
       return StoredArray(path, dtype, shape, file.tell())
     if math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:
       raise ValueError("it is truncated")
