@@ -14,7 +14,7 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxscale.errors import ConfigError
-from jaxscale.files import expand, read_json, write_json
+from jaxscale.files import expand, read_bytes, read_json, write_json
 from jaxscale.models.config_json import OURS
 from jaxscale.models.pretrained_folder import compare_settings
 
@@ -47,7 +47,7 @@ def keep(config: Config, workdir: Path) -> None:
   for name, path in files.items():
     if path.is_file():
       (workdir / FOLDER).mkdir(exist_ok=True)
-      (workdir / FOLDER / name).write_bytes(path.read_bytes())
+      (workdir / FOLDER / name).write_bytes(read_bytes(path))
 
 
 def config_json(workdir: Path, config: Config, ours: dict[str, Any], rows: int) -> dict[str, Any]:
