@@ -7,10 +7,11 @@ the secret comes from $JAXSCALE_SECRET, or from a file in the run's shared workd
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from jaxscale.errors import ConfigError
 _FIX = f"set {VARIABLE} to the same 64 random hex digits in all processes"
 
 
-def agree(workdir: Path | None, rank: int, gather: Callable[[Any], list[Any]]) -> bytes:
+def agree(
+  workdir: Path | None,
+  rank: int,
+  gather: Callable[[Any], list[Any]],
+  env: Mapping[str, str] = os.environ,
+) -> bytes:
   """Return the secret of a run; all its processes call this.
 
   Without the variable, process 0 writes the secret to a new file of mode 0600 in the workdir and
@@ -32,15 +38,16 @@ def agree(workdir: Path | None, rank: int, gather: Callable[[Any], list[Any]]) -
     workdir: the workdir; None if there is none.
     rank: the rank of this process.
     gather: a function that returns the values of all processes, over JAX's connections.
+    env: the environment variables.
 
   Raises:
     ConfigError: in all processes, if only some have the variable, or if the file was replaced.
   """
-  if len({*(is_set := gather(bool(os.environ.get(VARIABLE))))}) > 1:
+  if len({*(is_set := gather(bool(env.get(VARIABLE))))}) > 1:
     who = ranks_in_words(i for i, each in enumerate(is_set) if not each)
     raise ConfigError(f"{VARIABLE}: not set in {who}; {_FIX}")
   if is_set[0]:
-    return find_secret()
+    return find_secret(env)
   name, problem, secret, path = "", "", b"", None
   if rank == 0:
     name, problem = _create(workdir)
@@ -50,8 +57,8 @@ def agree(workdir: Path | None, rank: int, gather: Callable[[Any], list[Any]]) -
     path = workdir / name
     try:
       secret = read_file(path)
-    except OSError as e:
-      problem = f"{path}: {e.strerror}"
+    except OSError as e:  # only the file that process 0 has just created cannot be missing there
+      is_replaced, problem = rank == 0 or e.errno == errno.ELOOP, f"{path}: {e.strerror}"
     except ConfigError as e:
       is_replaced, problem = True, str(e)
   problems = gather([is_replaced, problem])
@@ -66,7 +73,7 @@ def agree(workdir: Path | None, rank: int, gather: Callable[[Any], list[Any]]) -
 def _create(workdir: Path | None) -> tuple[str, str]:
   """Create the file; return its name, and the problem if it cannot be created."""
   if workdir is None:
-    return "", "the program has given no folder"
+    return "", "the session has no workdir"
   path = workdir / f".secret-{secrets.token_hex(8)}"
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -90,7 +97,7 @@ def _send_openly(
     if each:
       raise ConfigError(text)
   if rank == 0:
-    line = f"process {process} did not get the run's secret ({problem})"
-    line += ", so it went over JAX's open connections, where other users may read it"
+    line = "other users may know the run's secret, which went over JAX's open connections, "
+    line += f"because process {process} cannot read it from a file ({problem})"
     print(f"warning: {line}; {_FIX}", file=sys.stderr, flush=True)
   return bytes.fromhex(gather(secrets.token_hex(32))[0])

@@ -129,9 +129,12 @@ def rendezvous(
   host = launch.host or LOOPBACK
   target = _Target(launch, host, network.resolve(host, patience_s), ports, key)
   group = (_connect if launch.process_id else _listen)(hello, target, timeout_s)
+
   # A forked worker that outlives this process must not keep it alive for others.
-  links = [*group.links.values(), *group.value_links.values()]
-  os.register_at_fork(after_in_child=lambda: server.close_all(links))
+  def close_links() -> None:
+    server.close_all([*group.links.values(), *group.value_links.values()])
+
+  os.register_at_fork(after_in_child=close_links)
   return group
 
 
