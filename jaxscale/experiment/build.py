@@ -124,18 +124,11 @@ class Experiment(RunParts, PhaseParts):
       compiler_options=self.compiler_options,
     )
     parts = loss, self.tx, self.mesh, self.exchange
+    more: Any = {"schedule": self.schedule, "options": options}
     if self.sync is None:
-      return steps.make_train_step(
-        *parts, schedule=self.schedule, layout=self.layout, options=options
-      )
-    return make_local_train_step(
-      *parts,
-      self.sync.method,
-      schedule=self.schedule,
-      workers=self.sync.workers,
-      last_step=self.derived.total_steps,
-      options=options,
-    )
+      return steps.make_train_step(*parts, layout=self.layout, **more)
+    more |= {"workers": self.sync.workers, "last_step": self.derived.total_steps}
+    return make_local_train_step(*parts, self.sync.method, **more)
 
   @property
   def trainable(self) -> str | None:

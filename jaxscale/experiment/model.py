@@ -217,8 +217,7 @@ def check_model(
 
       notes += mixing("its loss", loss_of, lambda key: ({}, {}), {"outputs": outputs, **batch})
     notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
-  is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
-  if not is_tested:
+  if not (is_built_in(kind) or found or config.model.batch_norm or not compute):
     found += _model_notes(mixing, model, info, rows)
   found += _class_notes(config, outputs, info) + _packing_notes(model, batch)
   return notes + [f"{kind.__name__}: {line}" for line in found]
@@ -335,13 +334,9 @@ def imported(
 
   # Adapters start as initialized.
   trees = lora.without_adapters(abstract.params), state_of_model(abstract.model_state)
-  loaded = weights.import_safetensors(
-    path,
-    *trees,
-    num_classes=num_classes(_seen_by_loss(config, info)),
-    init_head=config.init_head,
-    check=check,
-  )
+  options: Any = {"init_head": config.init_head, "check": check}
+  classes = num_classes(_seen_by_loss(config, info))
+  loaded = weights.import_safetensors(path, *trees, num_classes=classes, **options)
   logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")
