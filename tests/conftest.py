@@ -41,6 +41,7 @@ from support.fixtures import own_cache, photo, reported, scontrol  # noqa: F401
 from support.paths import ROOT
 from support.processes import child  # noqa: F401
 from support.slurm import cluster as slurm_cluster
+from support.two_users import users  # noqa: F401
 from support.watched import family  # noqa: F401
 
 
