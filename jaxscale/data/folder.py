@@ -21,6 +21,7 @@ from jaxscale.data.directory import is_folder, is_visible, kinds, left_out_note,
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError, invalid
+from jaxscale.files import open_regular
 from jaxscale.metrics.text import few
 
 # File name extensions; the content decides the format. A name may have no extension.
@@ -252,7 +253,7 @@ def _images(root: str, folder: str) -> tuple[list[str], Counter[str], dict[str, 
 
 def _begins_as_image(path: str) -> bool:
   try:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
       return _MAGIC.match(file.read(32)) is not None
   except OSError:
     return False
@@ -283,7 +284,7 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
     for index in indices:
       path = os.path.join(folder.root, name(index))
       try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
           record = file.read(), int(labels[index])
       except OSError as e:  # It is missing, not a file, or not readable.
         raise_if_system_error(e, path)

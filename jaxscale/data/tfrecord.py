@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxscale.data.caches import key_of, user_cache
 from jaxscale.errors import ConfigError
-from jaxscale.files import read_bytes, replacing, unsafe_owner
+from jaxscale.files import open_descriptor, read_bytes, replacing, unsafe_owner
 from jaxscale.metrics.event_file import masked_crc32c
 
 _HEAD, _FOOT = 12, 4  # uint64 length with its uint32 checksum; checksum of the bytes
@@ -140,7 +140,7 @@ class OpenFile:
   """File for `os.pread` from any thread, closed with its last reference."""
 
   def __init__(self, path: str):
-    self.descriptor = os.open(path, os.O_RDONLY)
+    self.descriptor = open_descriptor(path)
     weakref.finalize(self, os.close, self.descriptor)
 
 
