@@ -221,9 +221,8 @@ def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list
   return points
 
 
-def _are_numbers(points: Any) -> bool:
-  is_list = isinstance(points, tuple | list)
-  return is_list and all(isinstance(x, Real) and math.isfinite(x) for x in points)
+def _are_numbers(xs: Any) -> bool:
+  return isinstance(xs, tuple | list) and all(isinstance(x, Real) and math.isfinite(x) for x in xs)
 
 
 def next_size(config: cfg.Config, batch_size: int, num_train: int) -> int | None:
