@@ -19,6 +19,7 @@ from jaxscale.optim import init_matrices, map_matrices, matrix_rows
 from jaxscale.optim.matrices import Leaf, cubic, dealt_by, is_dealt
 from jaxscale.parallel import deal, make_layout
 from jaxscale.parallel.deal import make_dealer
+from jaxscale.training.nan_guard import count_steps
 from support.configs import small_config
 from support.dealt import MESHES, RULES, SHAPES, STACKED, layout_of, numbers, put
 from support.saving import restore, save
@@ -142,6 +143,17 @@ def test_state_stays_with_the_owner_of_its_matrix(name):
         )
         leaf = leaf.reshape(-1, *kept["sum"].shape[1:])
         np.testing.assert_allclose(kept["sum"][row], leaf[index], rtol=1e-5)
+
+
+def test_a_skipped_step_counts_no_matrices():
+  """Rows without a matrix must stay 0: a checkpoint of another layout does not have them."""
+  make = lambda shape, dtype: {"count": jnp.zeros((), jnp.int32)}  # noqa: E731
+  layout = layout_of("fsdp")
+  with dealt_by(make_dealer(layout)):
+    state = init_matrices(make, {"head": layout.shapes["head"]})
+  count, after = count_steps((jnp.int32(3), state))
+  assert int(count) == 4
+  assert after.by_shape["8x24"]["count"].tolist() == [0] * 8
 
 
 class Summed(cfg.Optimizer):
