@@ -24,6 +24,8 @@ from typing import Any, BinaryIO
 from jaxscale.errors import ConfigError, invalid
 
 _DEEPEST = 100  # levels of JSON, because functions that walk over it may recurse
+_LONGEST = 1 << 20  # bytes of a line of JSON; longer ones are damaged
+MOST_BYTES = 64 << 20  # of a file that is read at once; the largest tokenizer.json has 35 MB
 _MOST_DIGITS = 18  # digits of an integer in text, so that it fits into 64 bits
 _LONGEST_WAY = 1000  # folders and links, as links can lead in a circle
 
@@ -156,7 +158,20 @@ def read_json_lines(
     last_bytes: number of bytes to read from the end; None means the whole file.
     shape: skip objects that do not have this shape (see `mismatch`); None means no check.
   """
-  return json_objects(readable_text(path, last_bytes).split("\n"), shape)
+  return json_objects(_lines(path, last_bytes), shape)
+
+
+def _lines(path: Path, last_bytes: int | None) -> Iterator[str]:
+  """Yield lines up to the first one of more than `MOST_BYTES`, such as a hole in the file."""
+  with contextlib.suppress(OSError, ValueError), open_regular(path) as file:
+    if last_bytes is not None:
+      file.seek(max(file.seek(0, 2) - last_bytes, 0))
+    rest = 0  # bytes of a line that is too long
+    while rest < MOST_BYTES and (line := file.readline(_LONGEST)):
+      is_whole = line[-1:] == b"\n" or len(line) < _LONGEST
+      if is_whole and not rest:
+        yield line.decode(errors="replace")
+      rest = 0 if is_whole else rest + len(line)
 
 
 def json_objects(texts: Iterable[str], shape: Any = None) -> list[dict[str, Any]]:
@@ -175,20 +190,85 @@ def readable_text(path: Path, last_bytes: int | None = None) -> str:
   return ""
 
 
-def read_bytes(path: Path, last_bytes: int | None = None) -> bytes:
-  """Return a file's content, or its last bytes.
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+  """Open a regular file for reading, as `open_descriptor` does."""
+  return open(open_descriptor(path), "rb")
+
+
+def open_descriptor(path: str | os.PathLike[str]) -> int:
+  """Return a descriptor that reads a regular file; links to one are followed.
 
   Raises:
     OSError: the file cannot be read, or is a pipe or a device, which may never end.
+    ValueError: the path contains a NUL.
+  """
+  # O_NONBLOCK: a pipe without a writer, or another user's lease on the file, would block.
+  number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+  if stat.S_ISREG(mode := os.fstat(number).st_mode):
+    return number
+  os.close(number)
+  if stat.S_ISDIR(mode):
+    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+  raise OSError(errno.EINVAL, "not a file", str(path))
+
+
+def check_regular(paths: Iterable[Path]) -> None:
+  """Check files, and all entries of folders, before a library opens them by their names.
+
+  Raises:
+    OSError: an entry is a pipe, a device or a socket, which libraries would wait for.
+  """
+  left, known = [*paths], set[str]()
+  while left:
+    path = left.pop()
+    if not path.is_dir():
+      os.close(open_descriptor(path))
+      continue
+    with os.scandir(path) as entries:
+      for entry in entries:
+        if entry.is_dir() and (where := os.path.realpath(entry.path)) not in known:
+          known.add(where)  # A link may lead to a folder that contains it.
+          left.append(Path(entry.path))
+        elif not (entry.is_file() or entry.is_dir()) and os.path.exists(entry.path):
+          raise OSError(errno.EINVAL, "not a file", entry.path)
+
+
+def read_bytes(path: Path, last_bytes: int | None = None, most: int = MOST_BYTES) -> bytes:
+  """Return a file's content, or its last bytes.
+
+  Args:
+    path: the file.
+    last_bytes: number of bytes to read from the end; None means the whole file.
+    most: the size in bytes above which a whole file is refused. A file of holes may have any
+      size and take no place on the disk.
+
+  Raises:
+    OSError: as in `open_descriptor`; or the file is too large.
     ValueError: the path contains a NUL; or as in `refuse_pointer`.
   """
-  number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-  with open(number, "rb") as file:
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-      raise OSError(None, "not a file", str(path))
+  with open_regular(path) as file:
+    size = os.fstat(file.fileno()).st_size
     if last_bytes is not None:
-      file.seek(max(file.seek(0, 2) - last_bytes, 0))
-    return refuse_pointer(path, file.read())
+      file.seek(max(size - last_bytes, 0))
+      size = last_bytes
+    elif size > most:
+      raise OSError(errno.EFBIG, f"larger than {most >> 20:,} MiB", str(path))
+    # No more than that, in case the file grows meanwhile; files in /proc have the size 0.
+    return refuse_pointer(path, file.read(size or 4 << 20))
+
+
+def read_at(descriptor: int, buffer: memoryview, position: int, name: str) -> None:
+  """Fill a buffer with the bytes of a file from a position on.
+
+  Unlike a memory map, which ends the process by SIGBUS if the file became shorter.
+
+  Raises:
+    OSError: the file ends before, or the disk failed.
+  """
+  while len(buffer):
+    if not (count := os.preadv(descriptor, [buffer], position)):
+      raise OSError(errno.EINVAL, "became shorter while it was read", name)
+    buffer, position = buffer[count:], position + count
 
 
 def refuse_pointer(path: object, content: bytes) -> bytes:

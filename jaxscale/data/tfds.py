@@ -23,6 +23,7 @@ from jaxscale.data.packing import text_windows
 from jaxscale.data.stream import Packing, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.files import check_regular
 
 _AT_ONCE = 1024  # documents
 # A split: the number of examples, and a function from indices to examples as dicts of features.
@@ -211,12 +212,13 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   from absl import logging
   from tensorflow_datasets.core import constants
 
+  folder = Path(data_dir or constants.DATA_DIR, re.split("[/:]", name)[0] or "-").expanduser()
   try:
+    check_regular([folder] if folder.is_dir() else [])
     builder = tfds.builder(name, data_dir=data_dir)
   except ConfigError as e:
     raise ConfigError(f"{field}={name!r}: {e}") from None
   except Exception as e:  # Includes ValueErrors for invalid names and damaged files.
-    folder = Path(data_dir or constants.DATA_DIR, re.split("[/:]", name)[0] or "-").expanduser()
     reason = (str(e).splitlines() or [type(e).__name__])[0]
     problem = f"its dataset_info.json or features.json is damaged ({reason:.200}); copy it again"
     if isinstance(e, tfds.core.DatasetNotFoundError) or not folder.is_dir():

@@ -21,7 +21,7 @@ from jaxscale.config.config_file import check_not_loading
 from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import write_json
+from jaxscale.files import open_to_append, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -314,11 +314,17 @@ class Job(NamedTuple):
     Returns:
       False if the job had already ended. A LOST run may still have processes, which are
       ended.
+
+    Raises:
+      ConfigError: the run belongs to another user, or records a job or process of something
+        else.
     """
+    folders.require_own(self.folder, "have its owner cancel it")
     states = {r.state for r in self.status() if not r.ended or r.state == "LOST"}
     if not states:
       return False
-    (self.folder / "cancelled").touch()  # keeps the script from a restart
+    with folders.one_line(self.folder / "cancelled", "remove it, and cancel again"):
+      os.close(open_to_append(self.folder / "cancelled"))  # keeps the script from a restart
     spec = folders.read_spec(self.folder)
     if states != {"LOST"} or spec.executor == "local":
       EXECUTORS[choose(spec.executor)].cancel(spec, folders.last_job(self.folder))
@@ -330,6 +336,7 @@ class Job(NamedTuple):
     nodes: int | None = None,
     spares: int | None = None,
     accept_changes: Collection[str] = (),
+    trust: bool = False,
     **options: Any,
   ) -> Job:
     """Submit the run again; it resumes from its last checkpoint.
@@ -340,11 +347,15 @@ class Job(NamedTuple):
       nodes: a new number of nodes; None keeps it.
       spares: a new number of spare nodes; None keeps it.
       accept_changes: the kinds of changes to accept in this job; see `fit`.
+      trust: whether to execute the code in a folder of another user.
       options: new values of any of `site.OPTIONS`.
 
     Raises:
-      ConfigError: the run is still active, or is done.
+      ConfigError: the run is still active, or is done, or belongs to another user.
     """
+    if not trust:
+      fix = "have its owner resume it, or execute the code in it as yours by --trust"
+      folders.require_own(self.folder, fix)
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
       is_active = f"{active[0].job} is {active[0].state}"

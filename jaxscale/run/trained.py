@@ -159,8 +159,7 @@ class Trained:
     layout, model = self.layout or replicated_layout(self.mesh), as_functions(self.model)
 
     def function(params: Any, model_state: Any, batch: Any) -> Any:
-      state = state_of_model(model_state)
-      return model.apply(params, state, model.inputs(batch), False, None)[0]
+      return model.apply(params, state_of_model(model_state), model.inputs(batch), False, None)[0]
 
     if layout.shapes is not None:
       function = with_gathered_params(function, layout.gathers)
@@ -289,7 +288,6 @@ def _placed(config: cfg.Config, rows_only: bool) -> cfg.Config:
     layout = cfg.Layout(shard="fsdp", rules=layout.rules) if is_split else cfg.Layout()
   # Exchange and synchronization of the training may contradict another mesh.
   parts: Any = {"mesh": mesh, "layout": layout, "exchange": cfg.AllReduce()}
-  parts["parametrization"] = cfg.Standard()  # Initial values and learning rates are not used.
   return dataclasses.replace(config, **parts, sync=cfg.EveryStep())
 
 

@@ -202,6 +202,7 @@ def test_an_own_run_in_a_folder_of_others_counts_as_theirs(users, run, layout):
 def test_no_module_of_the_path_is_imported_for_a_run_of_another_user(users, run, module):
   """Without code/, a class is imported by the name of its module, any that Python finds."""
   path = users.make("victim/path", VICTIM)
+  variables = {"PYTHONPATH": f"{path}:{os.environ.get('PYTHONPATH', '')}"}
   (path / "evil_on_path.py").write_text(EVIL)
   shutil.rmtree(run / "code")
   for field, kind in (("model", "MLP"), ("adapter", "LoRA")):
@@ -214,11 +215,11 @@ def test_no_module_of_the_path_is_imported_for_a_run_of_another_user(users, run,
     }
     (run / "config.json").write_text(json.dumps(described))
     users.give(run, ATTACKER)
-    out = settings_of(users, run, PYTHONPATH=str(path))
+    out = settings_of(users, run, **variables)
     assert field == "adapter" or f"{module}:MLP, code that is not executed" in out, out
   assert not (users.victim / "executed").exists()
   users.give(run, VICTIM)
-  assert "code that is not" not in settings_of(users, run, PYTHONPATH=str(path))
+  assert "code that is not" not in settings_of(users, run, **variables)
   assert (users.victim / "executed").exists() is (module == "evil_on_path")
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.environment import gpu_problem
+from jaxscale.cluster.group import Group
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight.child import ask
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
-from jaxscale.jobs.preflight.group import Group
 from jaxscale.metrics.text import byte_size, grouped, plural
 
 
