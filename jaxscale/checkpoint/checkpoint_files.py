@@ -36,7 +36,7 @@ from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.checksum import DamagedError, Rows, Shards, is_of
 from jaxscale.checkpoint.read_back import check_index, compare, open_untrusted
 from jaxscale.errors import ConfigError, lacks_inodes
-from jaxscale.files import mismatch, require_json, sync, whole_number
+from jaxscale.files import mismatch, replace_text, require_json, sync, whole_number
 from jaxscale.mesh import array_from_parts
 from jaxscale.metrics.text import byte_size
 from jaxscale.optim.tree_paths import path_name
@@ -117,7 +117,7 @@ def read_back(directory: Path, names: list[str], shards: list[Shards]) -> None:
 
 def finish(directory: Path, manifest: dict[str, Any]) -> None:
   """Write the manifest, and sync all files; one process calls it."""
-  (directory / MANIFEST).write_text(json.dumps(manifest | {"crc32": _crc32(manifest)}))
+  replace_text(directory / MANIFEST, json.dumps(manifest | {"crc32": _crc32(manifest)}))
   sync_tree(directory)
 
 
