@@ -122,7 +122,7 @@ def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
     _check_size(opened.height, opened.width, max_pixels, _HEAVY.get(kind, 1))
     _check_scans(data, opened.height, opened.width, max_pixels)
     # The tiles of a TIFF may be larger than the picture.
-  _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
+    _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
     turned = _UNDO.get(tags.get(274, 1))
     opened.load()
     image = opened if turned is None else opened.transpose(turned)
