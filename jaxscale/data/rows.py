@@ -143,7 +143,7 @@ def _parquet(path: Path, columns: Sequence[str], field: str) -> Iterator[tuple[i
         for i in range(len(batch)):
           number += 1
           yield number, functools.partial(_row_of, batch, i)
-  except pyarrow.ArrowException as e:
+  except (pyarrow.ArrowException, UnicodeDecodeError) as e:  # the latter of names
     raise OSError(None, f"not an intact Parquet file ({message_of(e)})") from None
 
 

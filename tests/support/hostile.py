@@ -317,7 +317,9 @@ def checkpoint_reader(is_whole):
       if not is_whole:
         leaf = checkpoint_files.leaf_reader(path)
         between()
-        return "read" if [leaf(name) for name in leaves] else "read"
+        for name in leaves:
+          leaf(name)
+        return "read"
       where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
       like = {"w": (3, 4), "b": (40, 50)}
       like = {k: jax.ShapeDtypeStruct(v, "float32", sharding=where) for k, v in like.items()}
@@ -624,12 +626,17 @@ def outcomes(count, seed=0, only=None):
   every, start = cases(count, only), 0
   while start < len(every):
     code = "import sys; sys.path[:0] = ['.', 'tests']; from support import hostile; "
-    command = [sys.executable, "-c", f"{code}hostile.child({json.dumps([count, seed, start, only])!r})"]
+    command = [
+      sys.executable,
+      "-c",
+      f"{code}hostile.child({json.dumps([count, seed, start, only])!r})",
+    ]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "RUST_BACKTRACE": "0", "OMP_NUM_THREADS": "2"}
-    log = tempfile.TemporaryFile()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env)
     current, is_hung, buffer = start, False, b""
-    with process:
+    with (
+      tempfile.TemporaryFile() as log,
+      subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env) as process,
+    ):
       while True:
         if not select.select([process.stdout], [], [], HANG_S)[0]:
           is_hung = True
@@ -644,11 +651,12 @@ def outcomes(count, seed=0, only=None):
           if rest:
             yield Outcome(*every[number], *rest)
             current = number + 1
-    if current < len(every):
-      log.seek(0)
-      text = log.read()[-2000:].decode(errors="replace")
-      how = "hung" if is_hung else f"died {process.returncode}"
-      yield Outcome(*every[current], how, text)
+      if current < len(every):
+        process.wait()
+        log.seek(0)
+        text = log.read()[-2000:].decode(errors="replace")
+        how = "hung" if is_hung else f"died {process.returncode}"
+        yield Outcome(*every[current], how, text)
     start = current + 1
 
 
