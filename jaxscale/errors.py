@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import unicodedata
 from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any, NamedTuple, NoReturn, ParamSpec
@@ -204,14 +205,48 @@ class UserMessage(NamedTuple):
   code: int
 
 
-def printable(text: str) -> str:
+def printable(text: str, keep: str = "") -> str:
   r"""Escape control characters and newlines in a text from an untrusted source.
+
+  A terminal would execute them: set its title, clear it, or write to the clipboard.
+
+  Args:
+    text: the text.
+    keep: the characters that stay as they are, e.g. newlines in a text of several lines.
 
   Example:
     >>> print(printable("a\x1b[2Jb\nc"))
     a\x1b[2Jb\nc
   """
-  return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+  if text.isprintable():
+    return text
+  return "".join(c if c in keep or _is_shown(c) else repr(c)[1:-1] for c in text)
+
+
+def _is_shown(character: str) -> bool:
+  # Python counts the no-break spaces as not printable.
+  return character.isprintable() or unicodedata.category(character) == "Zs"
+
+
+_NAMES = "token|secret|password|credential|signature|key|sig"
+_CREDENTIALS = re.compile(
+  # A user alone may be a token in https, and is the container or the account in others.
+  r"(?:(?<=http://)|(?<=https://)|(?<=://)(?=[^/?#\s@]*:))[^/?#\s@]+(?=@)"
+  rf"|(?<=[?&])[\w-]*(?:{_NAMES})=[^&#\s'\"]+",
+  re.IGNORECASE,
+)
+
+
+def hide_credentials(text: str) -> str:
+  """Replace users, passwords and tokens in the addresses in a text.
+
+  Example:
+    >>> hide_credentials("see https://me:x@host/a and https://host/a?sig=b")
+    'see https://***@host/a and https://host/a?***'
+    >>> hide_credentials("abfs://container@account/path@v1")
+    'abfs://container@account/path@v1'
+  """
+  return _CREDENTIALS.sub("***", text)
 
 
 def message_of(error: BaseException) -> str:
@@ -225,7 +260,7 @@ def message_of(error: BaseException) -> str:
   if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
     # The other lines are paragraphs of advice and a link.
     text = text.partition("\n")[0]
-  return " ".join(text.split())
+  return hide_credentials(" ".join(text.split()))
 
 
 def user_message(error: BaseException) -> UserMessage | None:
@@ -241,7 +276,7 @@ def user_message(error: BaseException) -> UserMessage | None:
   """
   if (message := _message(error)) is None:
     return None
-  return message._replace(line=printable(message.line))
+  return message._replace(line=printable(hide_credentials(message.line)))
 
 
 def _message(error: BaseException) -> UserMessage | None:

@@ -37,10 +37,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import pytest
 
 from support.compiling import fast_compile_env
-from support.fixtures import own_cache, photo, reported, scontrol  # noqa: F401
+from support.fixtures import own_cache, photo, reported, scontrol, shared_groups  # noqa: F401
 from support.paths import ROOT
 from support.processes import child  # noqa: F401
 from support.slurm import cluster as slurm_cluster
+from support.two_users import users  # noqa: F401
 from support.watched import family  # noqa: F401
 
 

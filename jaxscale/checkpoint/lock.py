@@ -20,7 +20,9 @@ import errno
 import json
 import os
 import re
+import secrets
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import NamedTuple
 from jaxscale import cluster
 from jaxscale.cluster import schedulers
 from jaxscale.cluster.rendezvous.network import namespace
-from jaxscale.errors import ConfigError, GiveUpError, invalid, unwritable
+from jaxscale.errors import ConfigError, GiveUpError, invalid, printable, unwritable
 from jaxscale.files import read_json, whole_number
 
 RENEW_S = 5.0  # between renewals, each of which is one request to the file server
@@ -65,7 +67,7 @@ class LockOwner(NamedTuple):
   def __str__(self) -> str:
     job = f", job {self.job}" if self.job else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-    return f"host {self.host}, pid {self.pid}{job}, since {since}"
+    return printable(f"host {self.host}, pid {self.pid}{job}, since {since}")
 
 
 def is_restart(job: str, before: str) -> bool:
@@ -148,7 +150,7 @@ class WorkdirLock(contextlib.AbstractContextManager["WorkdirLock"]):
     """
     if self.lost is None:
       try:
-        os.utime(self.path)
+        os.utime(self.path, follow_symlinks=False)
       except OSError as e:
         if e.errno not in (errno.ENOENT, errno.ESTALE):
           raise
@@ -198,12 +200,14 @@ def acquire(
     expire_s: the seconds without renewal after which a lock is free.
 
   Raises:
-    ConfigError: a live run has the lock, or the lock cannot be written.
+    ConfigError: a live run has the lock, or the lock cannot be written, or any user could
+      write to it.
   """
   directory, host, pid = workdir / "lock", socket.gethostname(), os.getpid()
   me = LockOwner(host, pid, job, time.time(), _identity(pid) or "")
   try:
     directory.mkdir(exist_ok=True)
+    _check(directory)
     while True:
       _server_time(directory)  # A write makes an NFS client drop its directory cache.
       name, token = _newest(directory)
@@ -280,11 +284,13 @@ def running(workdir: Path) -> LockOwner | None:
   A run on another host counts as alive by its last renewal, on the server's clock.
 
   Raises:
+    ConfigError: any user could write to the lock.
     OSError: the directory cannot be written, so the server's clock is unknown.
   """
   directory = workdir / "lock"
   if not directory.is_dir():
     return None
+  _check(directory)
   name, _ = _newest(directory)
   owner = _read(directory / name) if name.isdigit() else None
   if owner is None or (is_there := is_alive(owner)) is False:
@@ -386,11 +392,22 @@ def _create(path: Path, owner: LockOwner) -> bool:
   return False
 
 
+def _check(directory: Path) -> None:
+  """Raise ConfigError if another user prepared the directory so that anybody can write to it."""
+  status = directory.lstat()
+  is_open = stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_IWOTH
+  if is_open and status.st_uid not in (os.geteuid(), 0):
+    problem = f"belongs to another user (uid {status.st_uid}) and is a link or open to all"
+    raise invalid(str(directory), ..., problem, "remove it, or use another --workdir")
+
+
 def _server_time(directory: Path) -> float:
   """Return the current time by the clock that stamps files in this directory."""
-  path = directory / f".clock-{socket.gethostname()}-{os.getpid()}"
-  path.touch()
+  # Nobody can have prepared a link of this name, and O_EXCL would not follow it.
+  path = directory / f".clock-{secrets.token_hex(8)}"
+  number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
   try:
-    return path.stat().st_mtime
+    return os.fstat(number).st_mtime
   finally:
+    os.close(number)
     path.unlink(missing_ok=True)

@@ -40,6 +40,6 @@ def run(args: Namespace) -> int:
     raise ConfigError(f"--config.{next(iter(args.overrides))}: needs --config FILE; add it")
   chosen = Path(args.workdir), args.config, args.overrides
   try:
-    return preflight.check(preflight.Options(*chosen, tuple(skip)))
+    return preflight.check(preflight.Options(*chosen, tuple(skip), args.trust))
   except PeerError as e:
     raise ConfigError(f"preflight: {e}") from None  # the job's script knows exit code 2

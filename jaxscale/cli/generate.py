@@ -5,8 +5,13 @@ The run must have trained on bytes, or with a tokenizer, of which it keeps a cop
 
 from __future__ import annotations
 
+import sys
+
 from jaxscale.cli.evaluate import add_run, workdir_of
 from jaxscale.cli.parser import Namespace, Parser, number, whole
+from jaxscale.errors import printable
+
+_CHOICE = "seed", "step", "temperature", "top_k", "top_p", "trust"
 
 
 def add_arguments(parser: Parser) -> None:
@@ -26,6 +31,8 @@ def run(args: Namespace) -> None:
   """Generate and print text."""
   from jaxscale.run import generate
 
-  choice = {k: getattr(args, k) for k in ("seed", "step", "temperature", "top_k", "top_p")}
-  text = generate.write(workdir_of(args), args.prompt, num_tokens=args.tokens, **choice)
-  print(args.prompt + text, flush=True)
+  choice = {k: getattr(args, k) for k in _CHOICE}
+  text = args.prompt
+  text += generate.write(workdir_of(args), args.prompt, num_tokens=args.tokens, **choice)
+  # A model may have learned, or been given, the escape sequences of terminals. U+200D joins emoji.
+  print(printable(text, keep="\n\t\u200d") if sys.stdout.isatty() else text, flush=True)

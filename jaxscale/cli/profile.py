@@ -26,6 +26,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--timeout SECONDS", "the longest wait in seconds", whole(1), default=600)
   parser.option("--task N", "the number of the trial in a sweep, from 0", whole(), default=0)
   add_runs(parser)
+  parser.flag("--trust", "write the request into the workdir of another user")
 
 
 def _ranks(text: str) -> tuple[int, ...]:
@@ -43,7 +44,8 @@ def run(args: Namespace) -> None:
     raise ConfigError(f"{args.names[1]}: profile takes one run; give {args.names[0]} alone")
   workdir = profile.find_workdir(args.names[0], args.runs, args.task)
   options = args.steps, args.processes, args.timeout
-  print(profile.trace(workdir, *options, log=functools.partial(print, flush=True)))
+  log = functools.partial(print, flush=True)
+  print(profile.trace(workdir, *options, log, trust=args.trust))
   print(
     f"open it by `xprof --logdir {workdir}/profile` (pip install xprof), or open its "
     "*.trace.json.gz at ui.perfetto.dev"

@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxscale.cli.parser import Namespace, Parser, directory
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
-from jaxscale.errors import invalid
+from jaxscale.errors import invalid, printable
 
 
 def add_arguments(parser: Parser) -> None:
@@ -37,16 +37,21 @@ def run(args: Namespace) -> None:
     if args.to:
       problem = "does not apply to a batch study, whose report is a table and study.json"
       raise invalid("--to", args.to, problem, "leave it out")
-    print(batch_study.report(folder))
+    _show(batch_study.report(folder))
     return
   paths = folders.find_all(args.names, args.runs, workdirs=True)
   if len(paths) == 1 and not args.to:
-    print(run_report.describe(paths[0]))
+    _show(run_report.describe(paths[0]))
   else:
     study = folders.find_study(args.names[0], args.runs) if len(args.names) == 1 else None
     title, folder = (study[0].name if study else "scaling", args.to or (study and study[0]))
-    print(report(title, paths, folder))
+    _show(report(title, paths, folder))
     if folder:
       print(Path(folder, CSV), Path(folder, PNG), sep="\n")
   if len(paths) == 1 and (planned := comparison(paths[0])):
-    print(f"\n{planned}")
+    _show(f"\n{planned}")
+
+
+def _show(text: object) -> None:
+  """Print a text with names and commands from the files of runs, which others may have written."""
+  print(printable(str(text), keep="\n"))

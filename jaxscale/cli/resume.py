@@ -17,6 +17,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--nodes N", "the number of nodes (default: as before)", whole(1))
   parser.option("--spares N", "the number of spare nodes (default: as before)", whole())
   add_accept_changes(parser)
+  parser.flag("--trust", "execute the code of a run of another user", default=None)
   submit.add_site_arguments(parser)
 
 
@@ -26,6 +27,6 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs.job_handle import Job
 
   for path in folders.find_all(args.names, args.runs):
-    options = submit.given(args, "nodes", "spares", "accept_changes")
+    options = submit.given(args, "nodes", "spares", "accept_changes", "trust")
     Job(path).resume(**options)
     print(f"{path.name}: submitted again as {folders.last_job(path)}")

@@ -136,9 +136,8 @@ def _start(
       print(line, flush=True)
   digests = {} if is_alone else handshake.digests_of(config) | gpu.shared()
   options: dict[str, Any] = {"on_cpu": not num_gpus, "error": error, "secret": secret}
-  options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests}
   cpus = cpu_binding.find_cpus(num_gpus, gpu_ids, os.environ)
-  options["cpus"] = cpus.usable
+  options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests, "cpus": cpus.usable}
   group = client.rendezvous(launch, **options)
   if gpu_settings:
     _bind(cpus, group)

@@ -20,7 +20,7 @@ import types
 import typing
 from typing import Any, Literal, dataclass_transform
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, hide_credentials, invalid
 from jaxscale.files import expand
 
 _SHOWN = 40  # Choices that one line lists; some settings have a thousand.
@@ -232,6 +232,15 @@ def _instance_hint(annotation: Any, value: Any) -> str:
   return f", did you mean {name}()?" if name and classes else ""
 
 
+def _has_credentials(value: Any) -> bool:
+  """Return whether a value, or an item of it, is an address with credentials."""
+  items = value.values() if isinstance(value, dict) else value
+  items = items if isinstance(value, (dict, tuple)) else (value,)
+  return any(
+    isinstance(x, str) and "://" in x.partition(" ")[0] and hide_credentials(x) != x for x in items
+  )
+
+
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def settings(cls: type) -> type:
   """Make a class a frozen, keyword-only dataclass that refuses unknown names and bad values."""
@@ -265,6 +274,10 @@ def settings(cls: type) -> type:
         value, expected = shown(values[name]), type_name(annotation)
         expected += _instance_hint(annotation, values[name])
         raise ConfigError(f"{owner}.{name}={value}: expected {expected}") from None
+      if _has_credentials(values[name]):
+        problem = "contains a user, password or token, which config.json would record"
+        fix = "give the address without it, and the credentials in the variables of the service"
+        raise invalid(f"{owner}.{name}", ..., problem, fix)
       bound = bounds(cls).get(name)
       if bound is not None and not within(values[name], bound):
         finite = "finite " * (values[name] in (math.inf, -math.inf))

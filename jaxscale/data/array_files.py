@@ -6,9 +6,7 @@ Several stores or files of one pattern are read one after another. A source of o
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.directory import matching_paths, paths_identity
+from jaxscale.data.npy_files import NPY_ERRORS, StoredArray, is_archive, npz_arrays, stored_array
 from jaxscale.data.tables import (
   PACKED,
   Table,
@@ -27,7 +26,7 @@ from jaxscale.data.tables import (
   of_variables,
 )
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import read_json, require_json
+from jaxscale.files import check_regular, read_json, require_json
 
 HDF5_SUFFIXES = ".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4"
 
@@ -112,11 +111,15 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
   where, _, group = path.partition("::")
 
   def variable(file: Path, node: Any, share: int) -> Variable:
+    if node.external:
+      raise ValueError(f"{node.name} is stored in other files")
+    for source in node.virtual_sources() if node.is_virtual else ():
+      check_regular([file.parent / source.file_name])  # "." means this file.
     length, offset = node.chunks[0] if node.chunks else 0, node.id.get_offset()
     if offset is not None and node.dtype.kind in "uifb":  # Contiguous and not compressed.
       # A link may lead to a dataset in another file.
-      mapped = np.memmap(node.file.filename, node.dtype, "r", offset, node.shape)
-      return Variable(node.shape, node.dtype, length, mapped.__getitem__, node.attrs)
+      stored = StoredArray(Path(node.file.filename), node.dtype, node.shape, offset)
+      return Variable(node.shape, node.dtype, length, stored.__getitem__, node.attrs)
     rows = length or max(len(node), 1)
     row_bytes = int(np.prod(node.shape[1:])) * node.dtype.itemsize
     chunk = cached(lambda i: node[i * rows : (i + 1) * rows], share // max(rows * row_bytes, 1))
@@ -130,6 +133,9 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
     inner: Any = h5py.File(file, "r", locking=False)[group or "/"]
     if not isinstance(inner, h5py.Group):
       raise ValueError(f"{group} is not a group; name it in columns")
+    for link in (inner.get(name, getlink=True) for name in names or inner):
+      if isinstance(link, h5py.ExternalLink):  # HDF5 would wait for a pipe.
+        check_regular([file.parent / link.filename])
     nodes = {str(name): inner[name] for name in names or inner if name in inner}
     nodes = {n: x for n, x in nodes.items() if isinstance(x, h5py.Dataset) and x.ndim}
     return {n: variable(file, x, cache_bytes // len(nodes)) for n, x in nodes.items()}
@@ -151,13 +157,9 @@ def open_numpy(path: str, names: Names) -> Table:
 
   def variables(file: Path) -> dict[str, Variable]:
     files = {x.stem: x for x in sorted(file.glob("*.npy"))} if file.is_dir() else {"x": file}
-    with contextlib.ExitStack() as stack:  # NumPy does not close an archive that is damaged.
-      opened = None if file.is_dir() else stack.enter_context(open(file, "rb"))
-      if opened and opened.peek(2)[:2] == b"PK":
-        loaded = np.load(opened, allow_pickle=False)
-        arrays: Any = {n: loaded[n] for n in loaded.files if names is None or n in names}
-      else:
-        arrays = {n: np.load(x, mmap_mode="r", allow_pickle=False) for n, x in files.items()}
+    arrays = {}
+    for name, path in files.items():
+      arrays |= npz_arrays(path, names) if is_archive(path) else {name: stored_array(path)}
     return {n: Variable(x.shape, x.dtype, 0, x.__getitem__) for n, x in arrays.items()}
 
   return _table(path, matching_paths(path, [], is_one=True), names, variables, ".npy or .npz")
@@ -174,10 +176,11 @@ def _table(
   tables = []
   for path in paths:
     try:
+      check_regular([path])
       tables.append(of_variables(str(path), variables(path), names))
     except ConfigError:
       raise
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as e:
+    except (*NPY_ERRORS, KeyError) as e:
       problem = " ".join(f"cannot be opened ({e!s:.200})".split())
       raise invalid("path", str(path), problem, f"give {expected}") from None
   identity = functools.partial(paths_identity, paths)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.errors import invalid
-from jaxscale.files import whole_number
+from jaxscale.files import open_regular, whole_number
 from jaxscale.metrics.log import logger
 from jaxscale.metrics.text import few, listed, plural
 
@@ -121,7 +121,7 @@ def file_identity(paths: Sequence[Path]) -> dict[str, Any]:
   digest = hashlib.sha256(repr(sizes).encode())
   for begin in _block_starts(total):
     index = int(np.searchsorted(starts, begin, "right")) - 1
-    with open(paths[index], "rb") as file:
+    with open_regular(paths[index]) as file:
       file.seek(begin - int(starts[index]))
       digest.update(file.read(_BLOCK))
   return {"bytes": total, "content": digest.hexdigest()[:16]}
@@ -153,7 +153,7 @@ def names_identity(names: np.ndarray, path_of: Callable[[int], str]) -> dict[str
 
   def begin_of(index: int) -> bytes:
     try:
-      with open(path_of(index), "rb") as file:
+      with open_regular(path_of(index)) as file:
         return hashlib.sha256(file.read(_BLOCK)).digest()
     except OSError:
       return b""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jaxscale.data.directory import is_visible, kinds, left_out_note, tree
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import refuse_pointer
+from jaxscale.files import open_regular, refuse_pointer
 from jaxscale.metrics.text import few
 
 
@@ -77,7 +77,7 @@ def split_files(
     raise ConfigError(f"{setting}: {split!r} of {directory} has {both}; keep only one kind")
   for path in files:
     try:
-      with open(path, "rb") as file:
+      with open_regular(path) as file:
         refuse_pointer(path, file.read(64))
     except OSError as e:
       fix = "restore it, or remove it"

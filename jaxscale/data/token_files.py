@@ -22,15 +22,17 @@ import numpy as np
 
 from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
+from jaxscale.data.npy_files import StoredArray, stored_array
 from jaxscale.data.packing import text_windows
 from jaxscale.data.split_files import SplitFiles, split_files
 from jaxscale.data.stream import PREPARED, Packing, Stream, TokenFile, of_files, of_prepared, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import whole_number
+from jaxscale.files import open_regular, read_bytes, whole_number
 from jaxscale.metrics.text import listed
 
 _AT_ONCE = 64 << 20  # bytes of text per batch
+_MOST_TEXT = 8 << 30  # bytes of a .txt file, which is read at once
 _TOKENS = ".bin", ".npy"
 TEXT_KINDS = (".txt",), rows.ENDINGS
 KINDS = _TOKENS, *TEXT_KINDS
@@ -162,10 +164,10 @@ def _token_file(path: Path, dtype: str, vocab_size: int) -> TokenFile:
   """
   if dtype != "auto":
     _check_integer("TextFiles.dtype", dtype, dtype)
-  with open(path, "rb") as file:
+  with open_regular(path) as file:
     head, size = file.read(_SAMPLE), os.fstat(file.fileno()).st_size
   if head.startswith(_NPY):
-    return _with_header(path, dtype, *_npy(path))
+    return _with_header(path, dtype, *_token_type(path))
   if path.suffix.lower() == ".npy":
     raise invalid(str(path), ..., "has no header of np.save", "rename it to .bin")
   for magic, (kind, fix) in _OTHERS.items():
@@ -191,14 +193,14 @@ def _with_header(path: Path, dtype: str, kind: str, offset: int) -> TokenFile:
   return TokenFile(path, kind, offset)
 
 
-def _npy(path: Path) -> tuple[str, int]:
+def _token_type(path: Path) -> tuple[str, int]:
   """Return the token type of an np.save file, and the offset of the tokens."""
   try:
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    array = stored_array(path)
   except Exception as e:  # NumPy's parser raises any exception on damaged headers.
     problem = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
     raise invalid(str(path), ..., problem, "save the tokens again") from None
-  if array.ndim != 1:
+  if not isinstance(array, StoredArray) or array.ndim != 1:
     problem = f"has shape {array.shape}, but must have one dimension"
     raise invalid(str(path), ..., problem, "save the flattened array (.ravel())")
   _check_integer(str(path), ..., array.dtype.str)
@@ -288,7 +290,7 @@ def text_documents(
   def documents(path: Path) -> Iterable[bytes]:
     if is_rows:
       return rows.read_rows(path, [field], rows.text_of(field), notes, "TextFiles.field")
-    content = path.read_bytes()
+    content = read_bytes(path, most=_MOST_TEXT)
     return [content if encoding == "bytes" else _utf8(path, content, encoding, tokenizer)]
 
   return _batches(document for path in paths for document in documents(path))

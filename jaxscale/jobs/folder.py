@@ -26,7 +26,14 @@ from typing import Any
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, invalid, remedy_for
-from jaxscale.files import expand, open_to_append, read_json_lines, require_json, write_json
+from jaxscale.files import (
+  expand,
+  open_to_append,
+  read_json_lines,
+  replace_text,
+  require_json,
+  write_json,
+)
 from jaxscale.jobs.spec import SHAPE, JobSpec, from_json, to_json
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
 from jaxscale.run.provenance import environment, git
@@ -35,6 +42,8 @@ _PACKAGE = Path(__file__).absolute().parent.parent
 _ROOT = _PACKAGE.parent
 _MOST_PROCESSES = 1 << 20  # of a run
 _LEFT_OUT = {"__pycache__", ".git", ".ipynb_checkpoints"}
+# What decides which code, job and processes belong to a run, in its folder.
+_DECISIVE = ". run.json code submissions.jsonl supervisor.jsonl processes.jsonl".split()
 
 
 @contextlib.contextmanager
@@ -129,7 +138,7 @@ def make(spec: JobSpec, script: tuple[str, str], config: str, text: str | None) 
 
 def write_spec(spec: JobSpec, script: tuple[str, str]) -> None:
   """Write run.json and the script, which is given as (file name, text)."""
-  Path(spec.folder, script[0]).write_text(script[1], encoding="utf-8")
+  replace_text(Path(spec.folder, script[0]), script[1])
   write_json(Path(spec.folder, "run.json"), to_json(spec))
 
 
@@ -170,6 +179,22 @@ def read_spec(folder: Path) -> JobSpec:
   except (ConfigError, TypeError) as e:
     raise ConfigError(f"{path}: {e}; {remedy}") from None
   return spec
+
+
+def require_own(folder: Path, fix: str) -> None:
+  """Check that nobody else has chosen the code, job and processes of a run.
+
+  Args:
+    folder: the folder of the run.
+    fix: what to do otherwise; the end of the error line.
+
+  Raises:
+    ConfigError: the folder, or a file that decides on these, belongs to another user.
+  """
+  for path in (folder / name for name in _DECISIVE):
+    with contextlib.suppress(FileNotFoundError):
+      if (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
+        raise invalid(str(path), ..., f"belongs to another user (uid {owner})", fix)
 
 
 def locate(name: str, runs: str, *files: str) -> Path | None:

@@ -21,7 +21,7 @@ from jaxscale.config.config_file import check_not_loading
 from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import write_json
+from jaxscale.files import open_to_append, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -77,6 +77,7 @@ def prepare(
   runs: str = "runs",
   made_by: str = "jaxscale.jobs.submit",
   plan: str | Path | None = None,
+  trust: bool = False,
   **options: Any,
 ) -> Prepared:
   """Check a run as far as possible before its submission; see `submit`."""
@@ -88,8 +89,8 @@ def prepare(
     env = os.environ | dict(pair.split("=", 1) for pair in chosen.env)
     chosen = dataclasses.replace(chosen, tasks_per_node=local_launch.choose_count(None, env))
   texts = sweeps.as_texts(overrides or {})
-  path, source = _path_and_source(config)
-  load = checked_loader(config, nodes * chosen.tasks)
+  path, source = _path_and_source(config, trust)
+  load = checked_loader(config, nodes * chosen.tasks, trust)
   load(texts)
   if trials:
     sweeps.check(load, texts, trials)
@@ -126,7 +127,7 @@ def _check_counts(nodes: int, **others: int) -> None:
       raise ConfigError(f"{option}: give a whole number in [{least}, {MOST_NODES}]")
 
 
-def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
+def checked_loader(config: str | Config, processes: int = 1, trust: bool = False) -> sweeps.Loader:
   """Return a function that builds the config from overrides, as text by dotted field.
 
   The function raises ConfigError for batch sizes that are not divisible by the number of
@@ -134,8 +135,10 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
   """
 
   def load(overrides: sweeps.Texts) -> Config:
-    change = load_config if isinstance(config, str) else override
-    made = change(config, overrides)  # pyright: ignore[reportArgumentType]
+    if isinstance(config, str):
+      made = load_config(config, overrides, trust=trust)
+    else:
+      made = override(config, overrides)
     sizes = made.phases.batch_sizes if isinstance(made.phases, Phases) else ()
     for size in sizes or (made.batch_size,):
       if over := size % processes:
@@ -147,12 +150,12 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
   return load
 
 
-def _path_and_source(config: str | Config) -> tuple[str, str | None]:
+def _path_and_source(config: str | Config, trust: bool) -> tuple[str, str | None]:
   """Return a config's `FILE[:arg]`, and the source that rebuilds a config object."""
   if isinstance(config, str):
     if recorded_run(config) is None:
       return locate(config), None
-    config = load_config(config)
+    config = load_config(config, trust=trust)
   if not isinstance(config, Config):
     raise ConfigError(f"{type(config).__name__}: not a config; give a path or a Config")
   source, names = _NOTEBOOK_CONFIG.format(config=config), {}
@@ -310,11 +313,17 @@ class Job(NamedTuple):
     Returns:
       False if the job had already ended. A LOST run may still have processes, which are
       ended.
+
+    Raises:
+      ConfigError: the run belongs to another user, or records a job or process of something
+        else.
     """
+    folders.require_own(self.folder, "have its owner cancel it")
     states = {r.state for r in self.status() if not r.ended or r.state == "LOST"}
     if not states:
       return False
-    (self.folder / "cancelled").touch()  # keeps the script from a restart
+    with folders.one_line(self.folder / "cancelled", "remove it, and cancel again"):
+      os.close(open_to_append(self.folder / "cancelled"))  # keeps the script from a restart
     spec = folders.read_spec(self.folder)
     if states != {"LOST"} or spec.executor == "local":
       EXECUTORS[choose(spec.executor)].cancel(spec, folders.last_job(self.folder))
@@ -326,6 +335,7 @@ class Job(NamedTuple):
     nodes: int | None = None,
     spares: int | None = None,
     accept_changes: Collection[str] = (),
+    trust: bool = False,
     **options: Any,
   ) -> Job:
     """Submit the run again; it resumes from its last checkpoint.
@@ -336,11 +346,15 @@ class Job(NamedTuple):
       nodes: a new number of nodes; None keeps it.
       spares: a new number of spare nodes; None keeps it.
       accept_changes: the kinds of changes to accept in this job; see `fit`.
+      trust: whether to execute the code in a folder of another user.
       options: new values of any of `site.OPTIONS`.
 
     Raises:
-      ConfigError: the run is still active, or is done.
+      ConfigError: the run is still active, or is done, or belongs to another user.
     """
+    if not trust:
+      fix = "have its owner resume it, or execute the code in it as yours by --trust"
+      folders.require_own(self.folder, fix)
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
       is_active = f"{active[0].job} is {active[0].state}"

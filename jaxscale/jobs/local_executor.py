@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from shlex import quote
@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxscale.cluster import local_launch
 from jaxscale.cluster.schedulers import SCHEDULERS
-from jaxscale.errors import EXIT_USER, ConfigError
+from jaxscale.errors import EXIT_USER, ConfigError, invalid
 from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
@@ -92,21 +92,73 @@ def cancel(spec: JobSpec, job: str) -> None:
 
   If the supervisor is dead but its processes are alive, they get SIGKILL at once.
   """
-  supervisors = _alive(Path(spec.folder, "supervisor.jsonl"))
-  for pid in supervisors[-1:] or _alive(Path(spec.folder, "processes.jsonl")):
-    os.kill(pid, signal.SIGTERM if supervisors else signal.SIGKILL)
+  folder = Path(spec.folder)
+  supervisors = _recorded(folder, "supervisor.jsonl")
+  for pid, born in supervisors[-1:] or _recorded(folder, "processes.jsonl"):
+    try:
+      _send(signal.SIGTERM if supervisors else signal.SIGKILL, pid, born, folder)
+    except ProcessLookupError:  # It has ended.
+      continue
+    except PermissionError:
+      raise invalid(spec.name, ..., f"has process {pid} of another user", "ask them") from None
 
 
 def is_alive(folder: Path) -> bool:
   """Return whether the supervisor of the last submission runs on this machine."""
-  return bool(_alive(folder / "supervisor.jsonl"))
+  return any(_names(pid, folder) for pid, _ in _recorded(folder, "supervisor.jsonl"))
 
 
-def _alive(path: Path) -> list[int]:
-  """Return the IDs of the recorded processes that still run on this machine."""
-  lines = read_json_lines(path, None, {"pid": int, "born": int, "host": str})
+def _recorded(folder: Path, file: str) -> list[tuple[int, int]]:
+  """Return ID and start of the recorded processes that still run on this machine."""
+  lines = read_json_lines(folder / file, None, {"pid": int, "born": int, "host": str})
   own = [x for x in lines if x["host"] == socket.gethostname() and x["pid"] > 1]
-  return [x["pid"] for x in own if _born(x["pid"]) == x["born"]]
+  return [(x["pid"], x["born"]) for x in own if _born(x["pid"]) == x["born"]]
+
+
+def _names(pid: int, folder: Path) -> bool:
+  """Return whether a word of a process's command line is the folder of a run or in it."""
+  real = os.path.realpath(folder)
+  words = []
+  with contextlib.suppress(OSError):
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+  paths = (Path(os.path.realpath(word)) for word in words if word[:1] == "/")
+  return any(path.is_relative_to(real) for path in paths)
+
+
+def _send(number: int, pid: int, born: int, folder: Path) -> None:
+  """Send a signal to a process of a run.
+
+  Raises:
+    ConfigError: the process is not of this run, so the file that names it is wrong.
+    OSError: the process has ended, or belongs to another user.
+  """
+  # The descriptor refers to this process, even if its ID is used again after the checks.
+  with _descriptor(pid) as process:
+    if _born(pid) != born:
+      return
+    if not _names(pid, folder):
+      problem = f"records process {pid}, whose command line does not name it"
+      raise invalid(str(folder), ..., problem, f"end it by `kill {pid}` if it is of this run")
+    if process is None:
+      os.kill(pid, number)
+    else:
+      signal.pidfd_send_signal(process, number)
+
+
+@contextlib.contextmanager
+def _descriptor(pid: int) -> Iterator[int | None]:
+  """Open a process; None on systems that cannot."""
+  try:
+    process = os.pidfd_open(pid)
+  except (AttributeError, OSError) as e:  # macOS; Linux before 5.3, and some sandboxes
+    if isinstance(e, ProcessLookupError):
+      raise
+    yield None
+    return
+  try:
+    yield process
+  finally:
+    os.close(process)
 
 
 def _record_process(path: Path, pid: int) -> None:

@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxscale.errors import EXIT_DONE, ConfigError
-from jaxscale.files import whole_number
+from jaxscale.errors import EXIT_DONE, ConfigError, printable
+from jaxscale.files import open_regular, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs.spec import JobSpec
 
 _POLL_S, _ASK_EVERY = 0.5, 10  # seconds between reads; Slurm is asked at every tenth
+_LONGEST = 1 << 20  # bytes of a line; the rest is shown as another one
 
 
 def choose(spec: JobSpec, rank: str, task: int = 0) -> list[tuple[str, Path]]:
@@ -46,8 +47,14 @@ def last(files: list[tuple[str, Path]], count: int | None) -> Iterator[str]:
   """Yield the last `count` lines of each file with its label; None means all lines."""
   for label, path in files:
     if path.exists():
-      with path.open(errors="replace") as file:
-        yield from (label + line.rstrip("\n") for line in deque(file, count))
+      with folders.one_line(path, "remove it"), open_regular(path) as file:
+        lines = iter(lambda: file.readline(_LONGEST), b"")
+        yield from (label + _shown(line) for line in (deque(lines, count) if count else lines))
+
+
+def _shown(line: bytes) -> str:
+  """Return a line without what a terminal would execute; others may have written it."""
+  return printable(line.decode(errors="replace").rstrip("\n"), keep="\t")
 
 
 def failure(spec: JobSpec, task: int) -> str | None:
@@ -78,14 +85,15 @@ def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator
     for label, path in files:
       if not path.exists():
         continue
-      with path.open("rb") as file:
+      with folders.one_line(path, "remove it"), open_regular(path) as file:
         file.seek(offsets[path])
-        chunk = file.read()
-      offsets[path] += len(chunk)
-      *lines, rests[path] = (rests[path] + chunk).split(b"\n")
-      if over and rests[path]:
-        lines.append(rests[path])
-      yield from (label + line.decode(errors="replace") for line in lines)
+        for part in iter(lambda: file.readline(_LONGEST), b""):
+          offsets[path] += len(part)
+          line, rests[path] = rests[path] + part, b""
+          if over or line.endswith(b"\n") or len(line) >= _LONGEST:
+            yield label + _shown(line)
+          else:
+            rests[path] = line
     if over:
       return
     time.sleep(_POLL_S)

@@ -42,6 +42,8 @@ def trace(
   processes: Sequence[int] = (0,),
   wait_s: float = 600.0,
   log: Callable[[str], None] = print,
+  *,
+  trust: bool = False,
 ) -> Path:
   """Request a trace of the next steps of a run, and wait until it is written.
 
@@ -51,13 +53,17 @@ def trace(
     processes: the ranks that trace; each writes a file.
     wait_s: the largest number of seconds to wait.
     log: a function that prints a line about the wait.
+    trust: whether to write into a workdir of another user.
 
   Returns:
     The folder with a file per process.
 
   Raises:
-    ConfigError: no run is training in the workdir, or no trace was written.
+    ConfigError: no run is training in the workdir, no trace was written, or the workdir
+      belongs to another user.
   """
+  if not trust:
+    folders.require_own(workdir, "have its owner trace it, or write to it as you by --trust")
   if _owner(workdir) is None:
     raise ConfigError(f"{workdir}: no run is training in this workdir; start one")
   described = read_json(workdir / "config.json", {"processes": int})

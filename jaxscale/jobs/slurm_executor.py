@@ -36,7 +36,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import whole_number
 from jaxscale.jobs import spec as specs
 from jaxscale.jobs.spec import FINAL_CODES, RESTARTED_CODES, SIGNAL_CODES, JobSpec, QueueEntry
@@ -128,8 +128,15 @@ def cancel(spec: JobSpec, job: str) -> None:
   """End a job, queued or running: SIGTERM, and SIGKILL after Slurm's KillWait.
 
   Raises:
-    ConfigError: Slurm refuses the cancellation.
+    ConfigError: Slurm refuses the cancellation, or the job has a different script than the run.
   """
+  # %o is the path of the script, on a line for each task of an array.
+  scripts = _slurm("squeue", "--me", "--noheader", "--states=all", f"--jobs={job}", "--format=%o")
+  for script in {*scripts.splitlines()}:
+    folder, name = os.path.split(script)
+    if name != SCRIPT or not os.path.isdir(folder) or not os.path.samefile(folder, spec.folder):
+      problem = f"records job {job}, whose script is {script}"
+      raise invalid(spec.folder, ..., problem, f"end it by `scancel {job}` if it is of this run")
   _slurm("scancel", job)
 
 

@@ -10,6 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
+from jaxscale.errors import printable
+
 logger = logging.getLogger("jaxscale")
 
 
@@ -23,11 +25,12 @@ class LineHandler(logging.Handler):
   show: Callable[[str], None] | None = None
 
   def emit(self, record: logging.LogRecord) -> None:
-    """Show one record."""
+    """Show one record, with names from data and peers made printable."""
+    text = printable(record.getMessage(), keep="\n\t")
     if self.show is None:
-      print(record.getMessage(), flush=True)
+      print(text, flush=True)
     else:
-      self.show(record.getMessage())
+      self.show(text)
 
 
 @contextlib.contextmanager

@@ -16,12 +16,11 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from jaxscale import metrics  # Lazy: its names load on first use.
 from jaxscale.config.bases import Tracker, TrackerContext
 from jaxscale.config.record import flat
-from jaxscale.errors import invalid, message_of
+from jaxscale.errors import message_of
 
 # The names for --config.log.trackers= (HOMES in config/choice.py lists this module).
 __all__ = ["MLflow", "Wandb"]
@@ -125,12 +124,6 @@ class MLflow(Tracker):
   uri: str | None = None
 
   package, install = "mlflow", "jaxscale[mlflow]"
-
-  def __post_init__(self):
-    if self.uri and urlsplit(self.uri).password:
-      problem = "contains a password, which config.json would record"
-      fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
-      raise invalid("MLflow.uri", ..., problem, fix)
 
   def build(self, context: TrackerContext):
     """Open the run with the tag `jaxscale.id`, or create it."""

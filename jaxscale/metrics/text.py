@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any
 
+from jaxscale.errors import printable
+
 Rows = Iterable[Sequence[str]]  # cells of a table
 NOTHING = "–"  # a cell without a value
 _CELL = "text-align: {}; white-space: nowrap; font-variant-numeric: tabular-nums"
@@ -26,7 +28,7 @@ def table(head: Sequence[str], rows: Rows, left: Collection[int] = (0,)) -> str:
     a         7
     long  1,000
   """
-  lines = [*([head] if head else []), *rows]
+  lines = [[*map(printable, line)] for line in ([head] if head else []) + [*rows]]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   return "\n".join(
     "  ".join(

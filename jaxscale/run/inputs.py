@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import threading
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from jaxscale.config.record import MissingData
 from jaxscale.data.arrays import cast
 from jaxscale.data.encoded import Source, from_source
 from jaxscale.data.folder import SUFFIXES, image_files, listed_files
+from jaxscale.data.npy_files import NPY_ERRORS, StoredArray, is_archive, npz_arrays, stored_array
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import expand
 from jaxscale.metrics.text import listed
@@ -79,9 +79,8 @@ def _of_files(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool
     problem = "is of no known kind" if path.exists() else "is no such file"
     raise invalid(str(path), ..., problem, fix)
   try:
-    loaded: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    named = {"x": loaded} if path.suffix == ".npy" else dict(loaded)
-  except (ValueError, OSError, EOFError, zipfile.BadZipFile) as e:
+    named: Any = npz_arrays(path) if is_archive(path) else {"x": stored_array(path)}
+  except NPY_ERRORS as e:
     raise invalid(str(path), ..., f"cannot be read ({e})", "write it again") from None
   names = {"x": _input(info), "y": "targets" if isinstance(info, data.TextInfo) else "label"}
   named = {names.get(name, name): array for name, array in named.items()}
@@ -109,7 +108,7 @@ def _of_arrays(info: Any, values: Mapping[str, Any]) -> data.Dataset:
     if name not in known:
       raise invalid(f"inputs[{name!r}]", ..., "is unknown", f"give {listed(known, 'or')}")
     (_, *shape), dtype = known[name]
-    array = arrays[name] = np.asarray(value)
+    array = arrays[name] = value if isinstance(value, StoredArray) else np.asarray(value)
     is_alike = array.shape[1:] == tuple(shape) or isinstance(info, data.TextInfo)
     is_alike &= array.ndim == len(shape) + 1 and array.dtype.kind in "uifb"
     if not (is_alike and array.size):

@@ -14,7 +14,7 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxscale.errors import ConfigError
-from jaxscale.files import expand, read_json, write_json
+from jaxscale.files import expand, read_bytes, read_json, replacing, write_json
 from jaxscale.models.config_json import OURS
 from jaxscale.models.pretrained_folder import compare_settings
 
@@ -47,7 +47,7 @@ def keep(config: Config, workdir: Path) -> None:
   for name, path in files.items():
     if path.is_file():
       (workdir / FOLDER).mkdir(exist_ok=True)
-      (workdir / FOLDER / name).write_bytes(path.read_bytes())
+      _copy(path, workdir / FOLDER / name)
 
 
 def config_json(workdir: Path, config: Config, ours: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def write(workdir: Path, folder: Path, fields: dict[str, Any]) -> str:
   write_json(folder / "generation_config.json", ends)
   found = [name for name in _TOKENIZER if (kept / name).exists()]
   for name in found:
-    (folder / name).write_bytes((kept / name).read_bytes())
+    _copy(kept / name, folder / name)
   if "tokenizer.json" in found and "tokenizer_config.json" not in found:
     # Without it, transformers would build the tokenizer of the architecture.
     added = read_json(kept / "tokenizer.json").get("added_tokens", [])
@@ -100,6 +100,12 @@ def write(workdir: Path, folder: Path, fields: dict[str, Any]) -> str:
     plain = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": [*ends, None][0]}
     write_json(folder / "tokenizer_config.json", plain)
   return ", with its tokenizer" if found else "; no tokenizer is known, so none is written"
+
+
+def _copy(source: Path, target: Path) -> None:
+  """Replace a file by a copy of another one, without following a link at the target."""
+  with replacing(target) as file:
+    file.write(read_bytes(source))
 
 
 def _ids(fields: dict[str, Any], end: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -12,15 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster import gpu_settings, secret
+from jaxscale.cluster import gpu_settings
+from jaxscale.errors import hide_credentials
 from jaxscale.files import open_to_append, output_of, read_json_lines
 
 _PACKAGE = Path(__file__).absolute().parent.parent
 FILE = "starts.jsonl"  # in the workdir, one line per start of the run
-# Variables that change what a run does. Others are not recorded, as they may hold secrets,
-# such as jaxscale's own `cluster.secret`.
-_NAMES = "JAX XLA_ NCCL_ FI_ TF_ LIBTPU_ TPU_ CUDA_VISIBLE CUDA_DEVICE_MAX ROCR_VISIBLE"
-_VARIABLES = (*_NAMES.split(), "HIP_VISIBLE", "HSA_")
+# Variables that change what a run does. Others are not recorded, as they may hold secrets.
+# TF_VAR_ and TF_TOKEN_ are Terraform's.
+_NAMES = """JAX XLA_ NCCL_ FI_ LIBTPU_ TPU_ CUDA_VISIBLE CUDA_DEVICE_MAX ROCR_VISIBLE HIP_VISIBLE
+  HSA_ TF_CPP_ TF_CUDNN_ TF_DETERMINISTIC_ TF_ENABLE_ TF_FORCE_ TF_GPU_ TF_NUM_ TF_XLA_"""
+_VARIABLES = tuple(_NAMES.split())
+_SECRETS = re.compile("TOKEN|SECRET|PASS|KEY|CREDENTIAL|AUTH|PRIVATE|COOKIE", re.IGNORECASE)
 
 
 def git(*args: str) -> str:
@@ -33,15 +37,19 @@ def environment() -> dict[str, Any]:
   # Folder names, NAME-VERSION.dist-info, are enough: reading metadata takes 0.1 s.
   folders = [f.stem for p in reversed(sys.path) for f in Path(p).glob("*.dist-info")]
   packages = {name: version for name, _, version in (f.partition("-") for f in folders)}
-  variables = {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)}
-  variables.pop(secret.VARIABLE, None)
+  recorded = (k for k in sorted(os.environ) if k.startswith(_VARIABLES) and not _SECRETS.search(k))
+  variables = {k: hide_credentials(os.environ[k]) for k in recorded}
   result: dict[str, Any] = {"commit": git("rev-parse", "HEAD").strip() or None}
   result |= {"changed": git("status", "--porcelain", "--", ".").splitlines()}
   result |= {"python": platform.python_version(), "platform": platform.platform()}
   result |= {"packages": dict(sorted(packages.items(), key=lambda kv: kv[0].lower()))}
-  # jaxscale's own variables include secrets.
   result |= {"variables": variables, "gpu_settings": gpu_settings.applied()}
   return result | {"host": platform.node()}
+
+
+def command() -> str:
+  """Return the command line of this process, without credentials in addresses."""
+  return hide_credentials(shlex.join(sys.orig_argv))
 
 
 def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> None:
@@ -53,7 +61,7 @@ def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> N
     accepted: the accepted changes of data or code.
   """
   start: dict[str, Any] = {"time": round(time.time(), 3), "devices": devices}
-  start["command"] = shlex.join(sys.orig_argv)
+  start["command"] = command()
   if accepted:
     start["accepted_changes"] = list(accepted)
   line = json.dumps(start | environment()) + "\n"

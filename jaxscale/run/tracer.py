@@ -174,4 +174,4 @@ class Tracer(contextlib.AbstractContextManager["Tracer"]):
     if self._rank == 0:
       logger.info(line)
     else:
-      print(f"process {self._rank}: {line}", flush=True)
+      print(printable(f"process {self._rank}: {line}"), flush=True)

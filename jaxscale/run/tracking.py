@@ -6,7 +6,6 @@ import contextlib
 import functools
 import re
 import secrets
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -72,4 +71,4 @@ def tracked_id(workdir: Path) -> str:
 
 @functools.cache
 def _environment() -> dict:
-  return provenance.environment() | {"command": shlex.join(sys.orig_argv)}
+  return provenance.environment() | {"command": provenance.command()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jaxscale.mesh import array_from_parts
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.weights.fit import fit
 from jaxscale.weights.names import ARRANGEMENTS, Link, Naming, guess, naming_of
-from jaxscale.weights.safetensors import Stored, read_index, view
+from jaxscale.weights.safetensors import Stored, read_index, read_part
 
 _FLOATS = {np.dtype(d) for d in ("f2", "f4", "f8", ml_dtypes.bfloat16)}
 
@@ -201,11 +202,15 @@ def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Source
       if not start <= link.layer < stop:
         continue
       target = out[link.layer - start]
-    array, (i, n) = view(stored), link.part
-    array = np.split(array, n)[i] if n > 1 else array  # Splitting also returns a view.
+    part = read_part(stored, functools.partial(_part, link=link, ranges=inner))
     # The file has no classes beyond its own; the rest stays zero.
-    array = ARRANGEMENTS[link.how].ours(array)
-    array = array if link.fit is None else link.fit(array)
-    part = array[tuple(slice(*r) for r in inner)]
     target[tuple(slice(n) for n in part.shape)] = part
   return out
+
+
+def _part(array: np.ndarray, link: Link, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Return a part of a leaf from the array in the file, as a view if possible."""
+  array = np.split(array, link.part[1])[link.part[0]]
+  array = ARRANGEMENTS[link.how].ours(array)
+  array = array if link.fit is None else link.fit(array)
+  return array[tuple(slice(*r) for r in ranges)]

@@ -1,4 +1,4 @@
-"""The safetensors format: one file of named arrays, memory-mapped and never executed.
+"""The safetensors format: one file of named arrays, which is never executed.
 
     8 bytes        length n of the header, unsigned, little-endian
     n bytes        JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]} and
@@ -6,27 +6,36 @@
     the rest       the arrays, row-major and little-endian, end to end; offsets count
                    from its first byte
 
-(huggingface/safetensors, README, "Format".) The package `safetensors` validates a file when
-it is read. Arrays are then memory-mapped, so that reading a part of an array reads only that
-part of the file. The package can only write arrays that are all in memory; this module writes
-one array at a time, as the header follows from shapes and dtypes.
+(huggingface/safetensors, README, "Format".) Reading a part of an array reads only that part of
+the file. The package `safetensors` is not used: it maps files into memory, which ends the process
+if somebody truncates one, and writes only arrays that are all in memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from jaxscale.errors import ConfigError, remedy_for
-from jaxscale.files import expand, output_path, parse_json, refuse_pointer, replacing, require_json
+from jaxscale.errors import ConfigError, invalid, message_of, remedy_for
+from jaxscale.files import (
+  expand,
+  mismatch,
+  open_regular,
+  output_path,
+  parse_json,
+  read_at,
+  refuse_pointer,
+  replacing,
+  require_json,
+)
 
 _PLAIN = "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"
 # The format's names of all dtypes that JAX arrays can have.
@@ -35,6 +44,8 @@ DTYPES |= {"BOOL": np.dtype(np.bool_), "BF16": np.dtype(ml_dtypes.bfloat16)}
 DTYPES |= {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST_DIMS, _MOST_ITEMS = 32, 2**56  # below NumPy's own limits
+_LONGEST = 8 << 20  # bytes of a header, of about 100,000 arrays
+_ENTRIES = {str: {"dtype": str, "shape": [int], "data_offsets": [int]}}
 _INDEX = "model.safetensors.index.json"  # in a Hugging Face folder
 _ONE = "model.safetensors"
 
@@ -49,12 +60,43 @@ class Stored(NamedTuple):
 
 
 def view(stored: Stored) -> np.ndarray:
-  """Return the array, memory-mapped: pages are read on access."""
-  if 0 in stored.shape:
-    return np.zeros(stored.shape, stored.dtype)
+  """Return the array, read from the file."""
+  return read_part(stored, lambda array: array)
+
+
+def read_part(stored: Stored, part: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+  """Return a part of an array, and read only this part if `part` makes a view.
+
+  Files are not mapped: if the owner of one truncated it, the map would end the process by
+  SIGBUS. Instead, the view of empty memory of the same size tells which bytes are needed.
+
+  Args:
+    stored: the array.
+    part: a function from the array to the part, which may be called twice.
+
+  Raises:
+    OSError: the file became shorter, or cannot be read.
+  """
   size = math.prod(stored.shape) * stored.dtype.itemsize
-  raw = np.memmap(stored.path, np.uint8, "r", offset=stored.begin, shape=(size,))
-  return raw.view(np.ndarray).view(stored.dtype).reshape(stored.shape)
+  if not size:
+    return part(np.zeros(stored.shape, stored.dtype))
+  with open_regular(stored.path) as file:
+    raw = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    whole, start = raw.view(stored.dtype).reshape(stored.shape), raw.ctypes.data
+
+    def fill(view: np.ndarray) -> None:
+      low, high = np.lib.array_utils.byte_bounds(view)
+      if high - low <= 2 * view.nbytes:
+        bounds = slice(low - start, high - start)
+        read_at(file.fileno(), raw[bounds].data, stored.begin + low - start, str(stored.path))
+      elif view.nbytes:
+        for inner in np.moveaxis(view, np.argmax(view.strides), 0):
+          fill(inner)
+
+    view = part(whole)
+    is_view = np.may_share_memory(view, whole)
+    fill(view if is_view else whole)
+    return view if is_view else part(whole)
 
 
 def read_index(path: str | os.PathLike) -> dict[str, Stored]:
@@ -120,30 +162,47 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     ConfigError: the file is not a safetensors file, or is damaged.
     OSError: the file cannot be opened.
   """
-  with path.open("rb") as file:
+  with open_regular(path) as file:
     start = refuse_pointer(path, file.read(64))[:9]
     if start[8:] != b"{":
       advice = "give one"
       if start.startswith((b"PK\x03\x04", b"\x80\x02")):  # a zip file or a pickle
         advice = "write PyTorch's state dict with safetensors.torch.save_file"
       raise ConfigError(f"{path}: not a safetensors file; {advice}")
+    length, size = int.from_bytes(start[:8], "little"), os.fstat(file.fileno()).st_size
+    if _LONGEST < length <= size:
+      problem = f"has a header of {length:,} bytes, more than {_LONGEST:,}"
+      raise invalid(str(path), ..., problem, "write the arrays to several files")
     try:
-      with safe_open(path, "numpy"):  # Validates the header, the offsets and the size.
-        file.seek(8)
-        first = 8 + int.from_bytes(start[:8], "little")
-        header = parse_json(file.read(first - 8))
-      metadata = header.pop("__metadata__", {})
-      arrays = {}
-      for name, x in header.items():
-        begin, shape = first + x["data_offsets"][0], tuple(x["shape"])
-        if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_ITEMS:
-          raise ValueError(f"{name:.40} has an invalid shape")
-        arrays[name] = Stored(path, DTYPES[x["dtype"]], shape, begin)
-    except (SafetensorError, KeyError, ValueError) as e:
-      problem = str(e).removeprefix("Error while deserializing header: ").splitlines()[0]
-      reason = f"truncated or with a damaged header ({problem}); copy it again"
+      if length > size - 8:
+        raise ValueError("header length beyond the end")
+      file.seek(8)
+      return _parse_header(path, parse_json(file.read(length)), 8 + length, size)
+    except (TypeError, AttributeError, KeyError, ValueError) as e:
+      reason = f"truncated or with a damaged header ({message_of(e):.200}); copy it again"
       raise ConfigError(f"{path}: {reason}") from None
-  return arrays, metadata
+
+
+def _parse_header(
+  path: Path, header: dict[str, Any], first: int, size: int
+) -> tuple[dict[str, Stored], dict[str, str]]:
+  """Return (arrays by name, metadata); arrays must cover the file from byte `first` to the end."""
+  metadata, arrays, at = header.pop("__metadata__", {}), {}, 0
+  if problem := mismatch(metadata, {str: str}, "__metadata__") or mismatch(header, _ENTRIES):
+    raise ValueError(problem)
+  for name, x in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+    shape, (begin, end) = tuple(x["shape"]), x["data_offsets"]
+    if len(shape) > _MOST_DIMS or math.prod(n or 1 for n in shape) > _MOST_ITEMS:
+      raise ValueError(f"{name:.40} has an invalid shape")
+    dtype = DTYPES[x["dtype"]]
+    if min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+      raise ValueError(f"`{name:.40}` has {end - begin} bytes, not those of its shape")
+    if begin != at:
+      raise ValueError(f"`{name:.40}` begins at {begin}, not at {at}")
+    arrays[name], at = Stored(path, dtype, shape, first + begin), end
+  if first + at != size:
+    raise ValueError(f"the file is not fully covered: its arrays end at {first + at} of {size}")
+  return {name: arrays[name] for name in header}, metadata
 
 
 def write(

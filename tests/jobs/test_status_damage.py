@@ -1,15 +1,13 @@
 """`status`: a folder of a run that is damaged is a row, and hides no other run."""
 
 import json
-import os
-import signal
 
 import pytest
 
 from jaxscale import cli
 from jaxscale.errors import printable
 from jaxscale.jobs import folder as folders
-from jaxscale.jobs import local_executor, spec, status
+from jaxscale.jobs import spec, status
 from support.bad_files import DEEP, EVERY, HUGE, put
 from support.errors import config_error
 from support.job_script import RUN
@@ -109,19 +107,6 @@ def test_a_job_that_is_an_option_is_not_cancelled(runs):
     line = json.dumps({"job": job, "tasks": None})
     (runs / "bad" / "submissions.jsonl").write_text(f"{line}\n")
     assert folders.last_job(runs / "bad") == ""
-
-
-def test_only_a_process_that_is_known_is_killed(runs, monkeypatch):
-  """`kill -1` would end all that the user runs."""
-  killed = []
-  monkeypatch.setattr(os, "kill", lambda *args: killed.append(args))
-  host, ours = local_executor.socket.gethostname(), os.getpid()
-  known = {-1: None, 0: None} | {pid: local_executor._born(pid) for pid in (1, ours)}
-  lines = [{"pid": pid, "born": born, "host": host} for pid, born in known.items()]
-  text = "".join(json.dumps(line) + "\n" for line in lines)
-  (runs / "bad" / "supervisor.jsonl").write_text(text)
-  local_executor.cancel(folders.read_spec(runs / "bad"), "7")
-  assert killed == [(ours, signal.SIGTERM)]
 
 
 STUDIES = b'{"runs": [5]}', b'{"runs": ["../x"]}', b'{"runs": ["a\\u0000"]}'

@@ -142,7 +142,7 @@ def test_a_file_server_that_does_not_answer_loses_nothing(tmp_path, monkeypatch)
   with lock.acquire(tmp_path) as held:
     with monkeypatch.context() as patch:
 
-      def away(path):
+      def away(path, **options):
         raise OSError(5, "Input/output error")
 
       patch.setattr(os, "utime", away)

@@ -472,7 +472,7 @@ def wrong(tmp_path):
     ("HDF5", {"path": "text.h5", "columns": {"image": "record"}}, "image has text, records"),
     ("Numpy", {"path": "a.zip"}, "cannot be opened"),
     ("Numpy", {"path": "complex.npy"}, "complex.npy has no variables that are numbers; name"),
-    ("Numpy", {"path": "object.npy"}, "cannot be opened (Array can"),
+    ("Numpy", {"path": "object.npy"}, "cannot be opened (it has Python objects"),
     ("Numpy", {"path": "complex.npy", "columns": {"image": "x"}}, "has the dtype complex128"),
     (
       "HuggingFace",

@@ -234,7 +234,8 @@ MISTAKES = {
   "=Wandb,Wandb": "Wandb is listed twice",
   ".Wandb.project=x": "not chosen; add --config.log.trackers=Wandb",
   "=Wandb .Wandb.projcet=x": "Wandb has no field 'projcet', did you mean 'project'?",
-  "=MLflow .MLflow.uri=https://me:x@host": "contains a password, which config.json would record",
+  "=MLflow .MLflow.uri=https://me:x@host": "MLflow.uri contains a user, password or token, which",
+  "=MLflow .MLflow.uri=https://token@host": "which config.json would record; give the address",
 }
 
 

@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.cluster import wire
@@ -38,6 +39,7 @@ from jaxscale.cluster.rendezvous.handshake import Hello, make_hello
 from jaxscale.cluster.secret import VARIABLE, find_secret, greet, run_key
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
+from jaxscale.files import unsafe_owner
 
 CONNECT_S = 2.0  # seconds for a connection
 ANSWER_S = 10.0  # seconds for an answer, as process 0 may be busy with thousands
@@ -209,12 +211,18 @@ def _place_coordinator(port: int, hellos: Mapping[int, Hello]) -> str:
   JAX's coordinator authenticates nobody. If all processes see the same files, it listens
   on a socket in a directory that is closed to other users.
   """
-  # gRPC accepts only these characters without escapes; unix(7) has room for 107.
-  if re.fullmatch(r"[A-Za-z0-9/._-]{1,80}", tempfile.gettempdir()) and (
-    len({hello.files for hello in hellos.values()}) == 1
-  ):
+  is_shared = len({hello.files for hello in hellos.values()}) == 1
+  for place in dict.fromkeys([tempfile.gettempdir(), "/tmp"] * is_shared):
+    # gRPC accepts only these characters without escapes; unix(7) has room for 107.
+    if not re.fullmatch(r"[A-Za-z0-9/._-]{1,80}", place):
+      continue
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-      folder = tempfile.mkdtemp(prefix="jaxscale-")
+      folder = tempfile.mkdtemp(prefix="jaxscale-", dir=place)
+      if problem := unsafe_owner(Path(folder), is_folder=True):
+        os.rmdir(folder)
+        advice = "so JAX's coordinator is not in it; set TMPDIR to a folder of yours"
+        print(f"note: TMPDIR={place}: {problem}, {advice}", file=sys.stderr, flush=True)
+        continue
       atexit.register(_remove, folder, os.getpid())
       path = f"{folder}/coordinator"
       probe.bind(path)  # not every file system has sockets

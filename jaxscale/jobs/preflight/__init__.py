@@ -32,12 +32,14 @@ class Options(NamedTuple):
     config: the config of the run as `FILE[:arg]`; None checks without a config.
     overrides: overrides of the config, as text by dotted field.
     skip: checks to skip, by name in `CHECKS`.
+    trust: whether to execute code of a run that others could have written.
   """
 
   workdir: Path = Path()
   config: str | None = None
   overrides: Mapping[str, str] = {}
   skip: tuple[str, ...] = ()
+  trust: bool = False
 
 
 class Check(NamedTuple):

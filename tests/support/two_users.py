@@ -1,0 +1,111 @@
+"""Two users of one machine, by uid: the victim runs our commands, the attacker writes files.
+
+Only root can act as both, so tests that use `users` skip without it.
+"""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from support.commands import child_env
+
+VICTIM, ATTACKER = 1001, 1002
+_SEARCH = 2  # CAP_DAC_READ_SEARCH
+_KEEPCAPS, _AMBIENT, _RAISE = 8, 47, 2  # of prctl(2)
+_VERSION = 0x20080522  # of capset(2)
+
+
+def become(uid: int, groups: tuple[int, ...] = ()) -> None:
+  """Give up root for a user, with a group of the same number; for a child process.
+
+  The right to search all directories stays, as Python and its packages may be in one that only
+  root can open. The right to write, and owners of new files, are the user's.
+  """
+  libc = ctypes.CDLL(None, use_errno=True)
+  os.setgroups(groups)
+  os.setresgid(uid, uid, uid)
+  libc.prctl(_KEEPCAPS, 1, 0, 0, 0)
+  os.setresuid(uid, uid, uid)
+  bits = 1 << _SEARCH
+  head, sets = (ctypes.c_uint32 * 2)(_VERSION, 0), (ctypes.c_uint32 * 6)(bits, bits, bits, 0, 0, 0)
+  libc.capset(head, sets)
+  libc.prctl(_AMBIENT, _RAISE, _SEARCH, 0, 0)
+
+
+class Users:
+  """Folder of both users, and what each of them does.
+
+  Attributes:
+    folder: a folder of root, mode 0755; `victim` and `attacker` in it are theirs, mode 0755.
+  """
+
+  def __init__(self, folder: Path):
+    self.folder = folder
+    self.victim, self.attacker = (self.make(name, uid) for name, uid in _NAMES.items())
+
+  def make(self, name: str, uid: int, mode: int = 0o755, gid: int | None = None) -> Path:
+    """Create a folder of a user, whatever the umask."""
+    path = self.folder / name
+    path.mkdir(parents=True)
+    os.chown(path, uid, uid if gid is None else gid)
+    path.chmod(mode)
+    return path
+
+  def env(self, uid: int, **variables: str) -> dict[str, str]:
+    """Return the environment of a user, whose home is the folder."""
+    home = self.victim if uid == VICTIM else self.attacker
+    env = {k: v for k, v in child_env().items() if not k.startswith(("XDG_", "JAX_COMPILATION"))}
+    return env | {"HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"} | variables
+
+  def popen(self, uid: int, *command, groups=(), cwd=None, **variables: str):
+    """Start a command as a user, with its output in pipes."""
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+    return subprocess.Popen(
+      [*map(str, command)],
+      preexec_fn=lambda: become(uid, groups),
+      cwd=cwd or self.folder,
+      env=self.env(uid, **variables),
+      text=True,
+      **options,
+    )
+
+  def run(self, uid: int, *command, timeout=120, **options) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user to its end; `options` are those of `popen`."""
+    with self.popen(uid, *command, **options) as process:
+      try:
+        out, err = process.communicate(timeout=timeout)
+      finally:
+        process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+  def jaxscale(self, *words, uid=VICTIM, **options) -> subprocess.CompletedProcess[str]:
+    """Run a command of ours as the victim."""
+    return self.run(uid, sys.executable, "-P", "-m", "jaxscale", *words, **options)
+
+  def give(self, path: Path, uid: int) -> Path:
+    """Make a user the owner of a file or folder and all that is in it."""
+    for entry in (path, *path.rglob("*")):
+      os.chown(entry, uid, uid, follow_symlinks=False)
+    return path
+
+
+_NAMES = {"victim": VICTIM, "attacker": ATTACKER}
+
+
+@pytest.fixture
+def users():
+  """Yield `Users`; their folder is outside of pytest's, which only root can enter."""
+  if os.geteuid():
+    pytest.skip("only root can act as two users")
+  folder = Path(tempfile.mkdtemp(prefix="jaxscale-users-")).resolve()
+  folder.chmod(0o755)
+  try:
+    yield Users(folder)
+  finally:
+    shutil.rmtree(folder, ignore_errors=True)
