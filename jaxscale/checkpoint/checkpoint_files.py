@@ -34,7 +34,7 @@ import numpy as np
 
 from jaxscale.checkpoint import write_limit
 from jaxscale.checkpoint.checksum import DamagedError, Rows, Shards, is_of
-from jaxscale.checkpoint.read_back import check_index, compare, open_leaves
+from jaxscale.checkpoint.read_back import check_index, compare, open_untrusted
 from jaxscale.errors import ConfigError, lacks_inodes
 from jaxscale.files import mismatch, replace_text, require_json, sync, whole_number
 from jaxscale.mesh import array_from_parts
@@ -203,7 +203,7 @@ def load(directory: Path, abstract: Any, rows: Rows | None = None) -> Any:
 
   def loaded(path: Any, x: Any) -> jax.Array:
     name = path_name(path)
-    array = arrays[name].result()
+    array = arrays[name]
 
     def read(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
       if rows is None or name not in rows:
@@ -224,7 +224,7 @@ def load(directory: Path, abstract: Any, rows: Rows | None = None) -> Any:
   names = [path_name(path) for path, _ in jax.tree.leaves_with_path(abstract)]
   try:
     with _unmistakable(directory) as where:
-      arrays = open_leaves(where / _STATE, names)
+      arrays = open_untrusted(where / _STATE, names)
       return jax.tree.map_with_path(loaded, abstract)
   except Exception as e:
     raise DamagedError(one_line(e)) from e
@@ -241,7 +241,13 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
   def read(name: str) -> np.ndarray:
     try:
       with _unmistakable(directory) as where:
-        leaf = open_leaves(where / _STATE, [name])[name].result().read().result()
+        array = open_untrusted(where / _STATE, [name])[name]
+        shape, dtype = [*array.shape], array.dtype.name
+        if (shape, dtype) != (saved := (manifest[name]["shape"], manifest[name]["dtype"])):
+          raise DamagedError(f"{name} is {dtype}{shape}, but the manifest says {saved}")
+        leaf = array.read().result()
+    except DamagedError:
+      raise
     except Exception as e:
       raise DamagedError(one_line(e)) from e
     if not is_of(leaf, manifest[name]["checksum"]):

@@ -9,6 +9,8 @@ when the checkpoint is restored.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.checkpoint.checksum import DamagedError, Shards
+from jaxscale.files import check_regular
 
 
 def compare(state: Path, names: list[str], shards: list[Shards]) -> None:
@@ -65,6 +68,31 @@ def open_leaves(state: Path, names: Iterable[str], context: Any = None) -> dict[
   # Orbax joins the parts of a name by points.
   specs = {n: {"driver": "zarr", "kvstore": store, "path": n.replace("/", ".")} for n in names}
   return {name: ts.open(spec, context=context) for name, spec in specs.items()}
+
+
+def open_untrusted(state: Path, names: Iterable[str]) -> dict[str, Any]:
+  """Open arrays in a folder that another user may have written.
+
+  Arrays are saved uncompressed, so none can be larger than the files. Until November 2026 they were
+  compressed, which is accepted in folders of this user.
+
+  Raises:
+    DamagedError: a file is a pipe or a device, or an array is larger than the files.
+    Exception: an array cannot be opened.
+  """
+  check_regular([state])
+  size = sum(path.stat().st_size for path in state.rglob("*"))
+  is_own = state.stat().st_uid == os.geteuid()
+  arrays = {name: future.result() for name, future in open_leaves(state, names).items()}
+  for name, array in arrays.items():
+    if array.codec.to_json()["compressor"]:
+      if not is_own:
+        raise DamagedError(f"{name} is compressed, and its folder belongs to another user")
+      continue
+    shapes = array.shape, array.chunk_layout.read_chunk.shape or ()
+    if max(map(math.prod, shapes)) * array.dtype.numpy_dtype.itemsize > size:
+      raise DamagedError(f"{name} is {list(array.shape)}, larger than the files")
+  return arrays
 
 
 def check_index(folder: Path) -> None:

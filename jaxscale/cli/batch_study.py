@@ -39,7 +39,7 @@ def run(args: Namespace) -> None:
 
   if args.branch:
     return _branch(args)
-  config = load_config(args.config, args.overrides)
+  config = load_config(args.config, args.overrides, trust=args.trust)
   trials = batch_study.trials(config, args.batch_sizes, args.seeds, args.accumulate_steps)
   submit.run(args, "report", trials=trials, at_most=args.at_most or 0)
 
@@ -61,7 +61,7 @@ def _branch(args: Namespace) -> None:
   if ignored := [*submit.given(args, *names), *(name for name, found in several.items() if found)]:
     name, problem = ignored[0], "has no effect with --branch, which submits nothing"
     raise invalid(f"--{name.replace('_', '-')}", getattr(args, name), problem, "leave it out")
-  config = load_config(args.config, args.overrides)
+  config = load_config(args.config, args.overrides, trust=args.trust)
   with open_session(config, workdir) as watch:
     from jaxscale.run.branch_study import branch_study  # Imports JAX, once all have joined.
 

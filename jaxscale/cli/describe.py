@@ -23,7 +23,7 @@ def run(args: Namespace) -> None:
   from jaxscale.config.loading import load_config
   from jaxscale.run.session import open_session
 
-  config = load_config(args.config, args.overrides)
+  config = load_config(args.config, args.overrides, trust=args.trust)
   with open_session(config, Path(args.workdir or default_workdir(args.config))):
     from jaxscale.experiment import build  # Imports JAX, once all processes have joined.
     from jaxscale.planning import describe

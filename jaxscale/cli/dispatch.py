@@ -55,9 +55,9 @@ def help_page(name: str, parser: Parser, args: Namespace) -> str:
   config, own, chosen = None, {}, {}
   if isinstance(getattr(args, "config", None), str):
     try:
-      config = load_config(args.config, args.overrides)
+      config = load_config(args.config, args.overrides, trust=args.trust)
     except UnsetError:  # The page shows the fields that are still to be set.
-      config, chosen = load_config(args.config), args.overrides
+      config, chosen = load_config(args.config, trust=args.trust), args.overrides
     own = own_classes(args.config)
   if args.topic:
     return f"{settings_help(config, own, args.topic, chosen)}\n"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jaxscale.cli.parser import Namespace, Parser, directory
+from jaxscale.cluster.group import PeerError
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError
 from jaxscale.jobs import preflight
@@ -38,4 +39,7 @@ def run(args: Namespace) -> int:
   if args.overrides and args.config is None:
     raise ConfigError(f"--config.{next(iter(args.overrides))}: needs --config FILE; add it")
   chosen = Path(args.workdir), args.config, args.overrides
-  return preflight.check(preflight.Options(*chosen, tuple(skip)))
+  try:
+    return preflight.check(preflight.Options(*chosen, tuple(skip), args.trust))
+  except PeerError as e:
+    raise ConfigError(f"preflight: {e}") from None  # the job's script knows exit code 2

@@ -30,6 +30,7 @@ def add_run(parser: Parser) -> None:
   step = value(lambda text: text if text == "best" else int(text), "a step, or best")
   parser.option("--step N", text, step)
   add_runs(parser)
+  parser.trust()
 
 
 def workdir_of(args: Namespace) -> Path:
@@ -76,7 +77,7 @@ def in_session(args: Namespace, work: Any) -> int | None:
   from jaxscale.config.loading import evaluated_config
   from jaxscale.run.session import open_session, report_stop
 
-  described, config = evaluated_config(str(workdir_of(args)), args.overrides)
+  described, config = evaluated_config(str(workdir_of(args)), args.overrides, trust=args.trust)
   options = {"step": args.step, "path": Path(args.data) if args.data else None}
   with open_session(config, described.workdir) as watch:
     try:

@@ -40,7 +40,7 @@ def run(args: Namespace) -> None:
   os.environ["JAX_PLATFORMS"] = "cpu"
   from jaxscale.run.export import export
 
-  options = {name: getattr(args, name) for name in ("step", "take", "dtype")}
+  options = {name: getattr(args, name) for name in ("step", "take", "dtype", "trust")}
   to = Path(file_in(args.to, "adapter_" * (args.naming == "peft")))
   print(export(workdir_of(args), to, args.naming, **options))
 

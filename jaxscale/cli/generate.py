@@ -11,6 +11,8 @@ from jaxscale.cli.evaluate import add_run, workdir_of
 from jaxscale.cli.parser import Namespace, Parser, number, whole
 from jaxscale.errors import printable
 
+_CHOICE = "seed", "step", "temperature", "top_k", "top_p", "trust"
+
 
 def add_arguments(parser: Parser) -> None:
   """Add the options."""
@@ -29,7 +31,7 @@ def run(args: Namespace) -> None:
   """Generate and print text."""
   from jaxscale.run import generate
 
-  choice = {k: getattr(args, k) for k in ("seed", "step", "temperature", "top_k", "top_p")}
+  choice = {k: getattr(args, k) for k in _CHOICE}
   text = args.prompt
   text += generate.write(workdir_of(args), args.prompt, num_tokens=args.tokens, **choice)
   # A model may have learned, or been given, the escape sequences of terminals. U+200D joins emoji.

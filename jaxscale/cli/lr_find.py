@@ -32,7 +32,7 @@ def run(args: Namespace) -> None:
   from jaxscale.run.session import open_session
 
   ramp = LearningRateFinder(steps=args.steps, low=args.low, high=args.high)
-  config = load_config(args.config, args.overrides)
+  config = load_config(args.config, args.overrides, trust=args.trust)
   with open_session(config, Path(default_workdir(args.config))) as watch:
     from jaxscale.run import learning_rates  # Imports JAX, once all processes have joined.
 

@@ -92,6 +92,11 @@ class Parser(argparse.ArgumentParser):
     self.option("--config FILE[:ARG]", text, packaged.locate, missing=missing)
     text = "a setting's value, e.g. --config.epochs=3 (default: the config's); --help=all lists all"
     self.settings(text)
+    self.trust()
+
+  def trust(self) -> None:
+    """Add --trust, which allows to execute what another user may have written."""
+    self.flag("--trust", "execute code of a run that others could have written")
 
   def settings(self, text: str) -> None:
     """Add the settings of a config, --config.FIELD=VALUE."""

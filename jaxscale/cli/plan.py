@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
   from jaxscale.planning.topologies import find_chips
 
   site, chips = load_site(args.site), find_chips(args.chips)
-  base = config = load_config(args.config, args.overrides)
+  base = config = load_config(args.config, args.overrides, trust=args.trust)
   if args.search:
     from jaxscale.planning import search
 

@@ -16,7 +16,7 @@ from jaxscale.cli.parser import Namespace, Parser, directory, whole
 from jaxscale.errors import ConfigError
 
 # Options of `jobs.submit` in addition to those of the site's profile.
-_OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight")
+_OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight", "trust")
 
 
 def add_arguments(parser: Parser) -> None:

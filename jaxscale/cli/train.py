@@ -39,7 +39,7 @@ def add_accept_changes(parser: Parser) -> None:
 
 def add_workdir(parser: Parser) -> None:
   """Add --workdir, whose default follows from the config."""
-  text = "the directory of checkpoints, metrics and plots (default: runs/CONFIG)"
+  text = "the directory of the run (default: runs/CONFIG)"
   parser.option("--workdir DIR", text, directory)
 
 
@@ -71,7 +71,7 @@ def _run(args: Namespace) -> int | None:
   from jaxscale.run.session import open_session, report_stop
 
   local_launch.end_with_launcher()
-  config = load_config(args.config, args.overrides)
+  config = load_config(args.config, args.overrides, trust=args.trust)
   workdir = Path(args.workdir or default_workdir(args.config))
   plan = None
   if args.plan:

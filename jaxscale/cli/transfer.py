@@ -26,5 +26,5 @@ def run(args: Namespace) -> None:
   from jaxscale.config.loading import load_config
   from jaxscale.jobs import rate_transfer
 
-  config = load_config(args.config, args.overrides)
+  config = load_config(args.config, args.overrides, trust=args.trust)
   print(rate_transfer.report(args.names, args.runs, config, args.config))

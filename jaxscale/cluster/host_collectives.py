@@ -1,18 +1,26 @@
-"""Collectives of host values between the processes of a run, after JAX has joined them."""
+"""Values that the processes of a run decide together, after JAX has joined them.
+
+They go over sealed links to process 0 (`group`), not over JAX's collectives: whoever speaks
+the protocol of Gloo could read and change them. Without links, because the program has
+called `jax.distributed.initialize` itself, collectives are used, and a line reports it.
+"""
 
 import contextlib
 import functools
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxscale.cluster import group as groups
 from jaxscale.cluster import jax_internals
+from jaxscale.files import parse_json
 
 
 def is_leader() -> bool:
@@ -21,9 +29,12 @@ def is_leader() -> bool:
 
 
 def barrier(name: str) -> None:
-  """Wait until every process has called `barrier` with this name."""
+  """Wait until every process has called `barrier` with this name.
+
+  Computations that run on the devices are not waited for.
+  """
   if jax.process_count() > 1:
-    multihost_utils.sync_global_devices(name)
+    _agree(f"barrier {name}", None, lambda values: None)
 
 
 def gather(value: Any) -> list[Any]:
@@ -34,10 +45,18 @@ def gather(value: Any) -> list[Any]:
   """
   if jax.process_count() == 1:
     return [value]
-  text = json.dumps(value).encode()
-  longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
-  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
-  return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+  texts, number = _agree("gather", value, _distinct)
+  return [parse_json(texts[i]) for i in number]
+
+
+def _distinct(values: Sequence[Any]) -> tuple[list[str], list[int]]:
+  """Return the different values as JSON, and the number of each process's value.
+
+  In most calls thousands of processes have equal values, which are sent to each process.
+  """
+  texts = [json.dumps(value) for value in values]
+  numbers = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+  return [*numbers], [numbers[text] for text in texts]
 
 
 @functools.cache
@@ -47,26 +66,37 @@ def share_of_cores() -> int:
   Processes of one host divide the cores if their affinity masks overlap, as without a binding
   by the launcher. All processes must call this; later calls return the same number.
   """
-  host, cores = socket.gethostname(), sorted(os.sched_getaffinity(0))
-  masks = [set(theirs) for other, theirs in gather([host, cores]) if other == host]
-  return max(len(cores) // sum(not mask.isdisjoint(cores) for mask in masks), 1)
+  own = [socket.gethostname(), sorted(os.sched_getaffinity(0))]
+  if jax.process_count() == 1:
+    return len(own[1])
+  return _agree("share of cores", own, _shares)[jax.process_index()]
+
+
+def _shares(values: Sequence[Any]) -> list[int]:
+  """Return the share of the cores of each process, from its host and its cores."""
+  masks: dict[str, list[set[int]]] = {}
+  for host, cores in values:
+    masks.setdefault(host, []).append(set(cores))
+  overlapping = [sum(not m.isdisjoint(cores) for m in masks[host]) for host, cores in values]
+  return [max(len(own[1]) // n, 1) for own, n in zip(values, overlapping, strict=True)]
 
 
 def any_process(flag: bool) -> bool:
   """Return whether the flag is set in any process; all processes must call this."""
-  if jax.process_count() == 1:
-    return flag
-  # One collective, where `gather` needs two.
-  return bool(multihost_utils.process_allgather(np.array(flag)).any())
+  return flag if jax.process_count() == 1 else _agree("any process", flag, any)
 
 
 def sum_over_processes(values: np.ndarray) -> np.ndarray:
   """Sum the uint64 values of all processes, modulo 2^64; all processes must call this."""
   if jax.process_count() == 1:
     return values
-  # Without x64, JAX would truncate uint64 to uint32, so the halves are sent.
-  halves = multihost_utils.process_allgather(values.view(np.uint32))
-  return np.ascontiguousarray(halves).view(np.uint64).sum(axis=0, dtype=np.uint64)
+  total = _agree("sum", values.tobytes().hex(), _sum)
+  return np.frombuffer(bytes.fromhex(total), np.uint64).reshape(values.shape)
+
+
+def _sum(texts: Sequence[str]) -> str:
+  rows = np.stack([np.frombuffer(bytes.fromhex(text), np.uint64) for text in texts])
+  return rows.sum(axis=0, dtype=np.uint64).tobytes().hex()
 
 
 def from_leader(value: Any) -> Any:
@@ -80,10 +110,44 @@ def from_leader(value: Any) -> Any:
   """
   if jax.process_count() == 1:
     return value
-  text = np.frombuffer(json.dumps(value if is_leader() else None).encode(), np.uint8)
-  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
-  sent = text if is_leader() else np.zeros(length, np.uint8)
-  return json.loads(multihost_utils.broadcast_one_to_all(sent).tobytes())
+  return _agree("from leader", value if is_leader() else None, _first)
+
+
+def _first(values: Sequence[Any]) -> Any:
+  return values[0]
+
+
+def _agree(step: str, value: Any, combine: Callable[[Sequence[Any]], Any]) -> Any:
+  """Return what `combine` makes of the values of all processes, equal in all of them.
+
+  Args:
+    step: the step, which must be equal in all processes.
+    value: the JSON value of this process.
+    combine: a function of the values by rank.
+  """
+  if (group := groups.connected()) is None:
+    _report_open_links()
+    return combine(gather_openly(value))
+  value = parse_json(json.dumps(value))  # process 0 gets lists for tuples, as the others do
+  values = groups.gather(group, step, value)
+  result = combine(values) if values else None
+  return parse_json(json.dumps(groups.broadcast(group, step, result)))
+
+
+def gather_openly(value: Any) -> list[Any]:
+  """Return the values of all processes, by rank, over JAX's collectives."""
+  text = json.dumps(value).encode()
+  longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
+  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
+  return [parse_json(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+
+
+@functools.cache
+def _report_open_links() -> None:
+  if is_leader():
+    line = "JAX's open connections carry what the processes decide together; for sealed links "
+    line += "call jaxscale.cluster.initialize in place of jax.distributed.initialize"
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def on_leader(function: Callable[[], None], name: str) -> None:
@@ -102,8 +166,9 @@ def on_leader(function: Callable[[], None], name: str) -> None:
       function()
     except OSError as e:
       failed = e.errno, e.strerror, str(e.filename)
-  barrier(name)
-  if failed := from_leader(failed):
+  if jax.process_count() > 1:
+    failed = _agree(f"on leader {name}", failed, _first)
+  if failed:
     raise OSError(*failed)
 
 

@@ -74,7 +74,7 @@ def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
   path = Path(os.path.expanduser("~"), ".jaxscale", "secret")
   try:
     with contextlib.suppress(FileNotFoundError):
-      return _read(path)
+      return read_file(path)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as file:
       file.write(secrets.token_hex(32))
@@ -82,14 +82,19 @@ def find_secret(env: Mapping[str, str] = os.environ) -> bytes:
       os.fsync(file.fileno())
       with contextlib.suppress(FileExistsError):  # another process was first
         os.link(file.name, path)
-    return _read(path)
+    return read_file(path)
   except OSError as e:
     fix = f"set {VARIABLE} to the same 64 random hex digits in all processes"
     raise ConfigError(f"{path}: cannot store the secret of your runs: {e.strerror}; {fix}") from e
 
 
-def _read(path: Path) -> bytes:
-  """Read the secret from a file that no other user can read or write."""
+def read_file(path: Path) -> bytes:
+  """Read the secret from a file that no other user can read or write.
+
+  Raises:
+    ConfigError: other users can read or write the file, or it is damaged.
+    OSError: it cannot be opened, e.g. because it is a link.
+  """
   file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
   with open(file, encoding="ascii", errors="replace") as text:
     about = os.fstat(file)

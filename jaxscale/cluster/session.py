@@ -8,7 +8,6 @@ for the others, or after an error ends all processes with one line.
 import contextlib
 import math
 import os
-import secrets
 import sys
 import threading
 import time
@@ -17,8 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxscale.cluster import cpu_binding, cpu_settings, detect, environment, walltime
+from jaxscale.cluster import cpu_binding, cpu_settings, detect, environment, pod_secret, walltime
 from jaxscale.cluster import gpu_settings as gpu
+from jaxscale.cluster.group import Group, connect
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import client, handshake, join, network
 from jaxscale.cluster.timeouts import Timeouts
@@ -118,7 +118,7 @@ def _start(
     print(launch.note, flush=True)
   secret = None
   if launch.num_processes == 0:  # a TPU pod whose processes only JAX can detect
-    launch, secret = _join_by_jax(launch, timeouts)
+    launch, secret = _join_by_jax(launch, timeouts, folder and folder.parent)
   is_alone, gpu_ids, error = launch.num_processes == 1, None, ""
   try:
     to_divide = 0 if is_alone else num_gpus
@@ -136,9 +136,8 @@ def _start(
       print(line, flush=True)
   digests = {} if is_alone else handshake.digests_of(config) | gpu.shared()
   options: dict[str, Any] = {"on_cpu": not num_gpus, "error": error, "secret": secret}
-  options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests}
   cpus = cpu_binding.find_cpus(num_gpus, gpu_ids, os.environ)
-  options["cpus"] = cpus.usable
+  options |= {"timeout_s": timeouts.rendezvous_timeout_s, "digests": digests, "cpus": cpus.usable}
   group = client.rendezvous(launch, **options)
   if gpu_settings:
     _bind(cpus, group)
@@ -168,6 +167,7 @@ def _start(
       join.join(launch, group, timeouts, gpu_ids)
       _jax_is_initialized = True
     join.check_devices(group)
+    connect(Group(group.process_id, tuple(group.hosts), group.value_links, patience_s=None))
     cpu_settings.use_batch_policy()
 
 
@@ -192,19 +192,20 @@ def _age_s() -> float:
     return 0.0
 
 
-def _join_by_jax(launch: Launch, timeouts: Timeouts) -> tuple[Launch, bytes]:
+def _join_by_jax(launch: Launch, timeouts: Timeouts, workdir: Path | None) -> tuple[Launch, bytes]:
   """Join by JAX's own detection; return the launch with process 0's host, and a secret."""
   global _jax_is_initialized
   import jax
 
-  from jaxscale.cluster.host_collectives import from_leader
+  from jaxscale.cluster.host_collectives import gather_openly
 
   join.join(launch, None, timeouts, None)
   _jax_is_initialized = True
-  job, host = f"{launch.job}-{os.urandom(8).hex()}", network.node_name()
-  job, host, secret = from_leader([job, host, secrets.token_hex(32)])
+  # Neither is a secret, and a false host cannot prove that it has the secret.
+  job, host = gather_openly([f"{launch.job}-{os.urandom(8).hex()}", network.node_name()])[0]
+  secret = pod_secret.agree(workdir, jax.process_index(), gather_openly)
   own = launch._replace(process_id=jax.process_index(), num_processes=jax.process_count())
-  return own._replace(host=host, job=job), bytes.fromhex(secret)
+  return own._replace(host=host, job=job), secret
 
 
 def _end() -> None:
@@ -215,6 +216,7 @@ def _end() -> None:
   """
   global _watch, _handlers, _walltime_ended, _cpus_before
   cpu_settings.give_memory_back()
+  connect(None)
   if _cpus_before is not None:  # a notebook's process lives on
     cpu_binding.bind(_cpus_before)
     _cpus_before = None

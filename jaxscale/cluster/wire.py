@@ -77,7 +77,7 @@ class Link:
     self.sock, self.keys, self.max_bytes = sock, keys, max_bytes
     self.heard = time.monotonic()
     self._sent = self._received = 0  # messages
-    self._begun = b""  # a line whose end has not arrived yet
+    self._begun = bytearray()  # a line whose end has not arrived yet
 
   def fileno(self) -> int:
     """Return the descriptor for `select`; -1 once the link is closed."""
@@ -177,13 +177,17 @@ class Link:
     if not seen:
       raise EOFError("the other end closed the connection")
     self.heard = time.monotonic()
-    *lines, rest = self._begun.split(b"\n")
-    if max(map(len, [*lines, rest])) > self.max_bytes:
-      raise ValueError(f"the message is longer than {self.max_bytes} bytes")
     if not end:
+      self._check_size(len(self._begun))
       return []
-    self._begun = b""
+    *lines, _ = bytes(self._begun).split(b"\n")
+    self._begun.clear()
+    self._check_size(max(map(len, lines)))
     return [self._open(line + b"\n") for line in lines if line or not self.keys]
+
+  def _check_size(self, size: int) -> None:
+    if size > self.max_bytes:
+      raise ValueError(f"the message is longer than {self.max_bytes} bytes")
 
 
 def _tag(key: bytes, count: int, line: bytes) -> bytes:

@@ -29,7 +29,9 @@ from jaxscale.config.record import Described, describe_run
 from jaxscale.errors import ConfigError, invalid
 
 
-def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config:
+def load_config(
+  path: str, overrides: Mapping[str, str] | None = None, *, trust: bool = False
+) -> Config:
   """Run `get_config` of a Python file, or read a run's settings, and apply overrides.
 
   Args:
@@ -37,9 +39,11 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
       its config.json: the settings of that run, with its overrides and the classes in its
       `code/`.
     overrides: values as text by dotted field, e.g. {"optimizer.lr": "0.3"}.
+    trust: whether to execute code of a run although other users could have written it.
 
   Raises:
-    ConfigError: the file or an override is invalid; one line says where and what to write.
+    ConfigError: the file or an override is invalid, or the run needs code that others could
+      have written; one line says where and what to write.
 
   Example:
     >>> config = load_config("configs/digits.py", {"epochs": "3"})
@@ -47,7 +51,7 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
     3.0
   """
   if run := recorded_run(path):
-    return override(describe_run(run).settings(log=True), overrides or {})
+    return override(describe_run(run, trust=trust).settings(log=True), overrides or {})
   config = call(path, "get_config", "define get_config() -> Config in it")
   if not isinstance(config, Config):
     returned = f"get_config() returned {type(config).__name__}, return a Config"
@@ -59,17 +63,25 @@ def load_config(path: str, overrides: Mapping[str, str] | None = None) -> Config
 _EVALUATED = "data dtype evaluation faults gpu_settings input_threads layout mesh metrics".split()
 
 
-def evaluated_config(run: str, overrides: Mapping[str, str]) -> tuple[Described, Config]:
+def evaluated_config(
+  run: str, overrides: Mapping[str, str], *, trust: bool = False
+) -> tuple[Described, Config]:
   """Return a run, and its settings with overrides, to evaluate it.
 
+  Args:
+    run: the workdir of the run.
+    overrides: values as text by dotted field.
+    trust: whether to execute code of the run although other users could have written it.
+
   Raises:
-    ConfigError: the directory is no run, or an override would change what was trained.
+    ConfigError: the directory is no run, an override would change what was trained, or the run
+      needs code that others could have written.
   """
   for path in overrides:
     if path.partition(".")[0] not in _EVALUATED:
       fix = f"change one of {', '.join(_EVALUATED)}, or train again with --config {run}"
       raise invalid(f"--config.{path}", ..., "does not apply to a trained model", fix)
-  described = describe_run(run)
+  described = describe_run(run, trust=trust)
   return described, override(described.settings(partial=True), overrides)
 
 

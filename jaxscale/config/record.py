@@ -7,8 +7,10 @@ of which the run keeps a copy in `code/`.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,16 +63,21 @@ def copy_own_files(config: Config, workdir: Path) -> dict[str, dict[str, str]]:
   return described
 
 
-def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
+def from_plain(
+  annotation: Any, node: Any, folder: Path | None = None, *, trust: bool = False
+) -> Any:
   """Return the settings tree that JSON describes.
 
   Args:
     annotation: the type of the result: a settings class, a base, or a field's type.
     node: {"class": name, field: …} for a settings class, else the value.
-    folder: the workdir of the run, with copies of the files of the user's classes.
+    folder: the workdir of the run, with copies of the files of the user's classes; None for
+      JSON that this program made itself.
+    trust: whether to execute code of the run although others could have written it.
 
   Raises:
-    ConfigError: a class or field does not exist, or a value is invalid.
+    ConfigError: a class or field does not exist, a value is invalid, or a class is code that
+      others could have written.
 
   Example:
     >>> from jaxscale.config import SGD, Optimizer
@@ -78,28 +85,35 @@ def from_plain(annotation: Any, node: Any, folder: Path | None = None) -> Any:
     True
   """
   if isinstance(node, dict) and ("object" in node or {"shape", "dtype"} <= node.keys()):
-    if function := _own_function(node, folder):
+    if function := _own_function(node, folder, trust):
       return function
     if "source" in node:
       problem = "a function that is not at the top level of a file, which config.json cannot store"
       raise ConfigError(f"{node['object']}: {problem}; define it by def in the config file")
     raise _not_stored(node.get("object") or f"{node['dtype']}{node['shape']}")
   if isinstance(node, list):
-    return [from_plain(item_type(annotation), item, folder) for item in node]
+    return [from_plain(item_type(annotation), item, folder, trust=trust) for item in node]
   if isinstance(node, dict) and "class" not in node:
-    return {name: from_plain(item_type(annotation), v, folder) for name, v in node.items()}
+    kind = item_type(annotation)
+    return {name: from_plain(kind, v, folder, trust=trust) for name, v in node.items()}
   if not isinstance(node, dict):
     if isinstance(node, str) and Path in alternatives(annotation):
       return Path(node)
     return node
   fields, classes = dict(node), settings_classes(annotation)
   name = str(fields.pop("class"))
-  cls = _own_class(name, folder) if ":" in name else classes.get(name)
+  cls = _own_class(name, folder, trust) if ":" in name else classes.get(name)
   if cls is None and ("function" in fields or not classes):  # `PythonLoss`, a module of Flax
     raise _not_stored(name)
   if cls is None:
     raise ConfigError(f"{name}: no such settings class, {nearest(name, classes)}")
-  values = {k: from_plain(hints(cls).get(k, Any), v, folder) for k, v in fields.items()}
+  kinds = hints(cls)
+  values = {k: from_plain(kinds.get(k, Any), v, folder, trust=trust) for k, v in fields.items()}
+  if values.get("cache_dir") and folder and not trust and (others := unsafe_code(folder)):
+    # Files would be created wherever another user chose.
+    note = f"note: {name}.cache_dir={values['cache_dir']} is not used, since {others}"
+    print(f"{note}; add --trust to use it", file=sys.stderr)
+    values["cache_dir"] = None
   return cls(**values)
 
 
@@ -108,35 +122,60 @@ def _not_stored(what: str) -> ConfigError:
   return ConfigError(f"{what}: {problem}; build the config there, or in a config file")
 
 
-def _own_function(node: Mapping[str, Any], folder: Path | None) -> Any:
+def _own_function(node: Mapping[str, Any], folder: Path | None, trust: bool) -> Any:
   """Load a user's function from the run's copy of its file; None if no copy has this function."""
   module, _, name = str(node.get("object")).partition(":")
   copies = folder / "code" if folder and "source" in node and name.isidentifier() else None
   if copies is None or not (copies / f"{module}.py").is_file():
     return None
-  function = _own_code(f"{module}:{name}", folder)
+  function = _own_code(f"{module}:{name}", folder, trust)
   return function if to_plain(function) == node else None
 
 
-def _own_class(name: str, folder: Path | None) -> type:
+def _own_class(name: str, folder: Path | None, trust: bool) -> type:
   """Load a user's class from the run's copy of its file, else from its module."""
-  owner = _own_code(name, folder)
+  owner = _own_code(name, folder, trust)
   # A tampered config.json must not make us call another function, e.g. os.system.
   if not (isinstance(owner, type) and issubclass(owner, Choice)):
     raise ConfigError(f"{name} is not a settings class; give the config file that defines it")
   return owner
 
 
-def _own_code(name: str, folder: Path | None) -> Any:
+def unsafe_code(workdir: Path) -> str | None:
+  """Describe who else could have written the settings or the code of a run; None if nobody.
+
+  The settings select the code that is executed, and a file in `code/` can import all others
+  and what Python has compiled of them.
+  """
+  folder = workdir / "code"
+  files = [path for path in (workdir / "config.json", folder) if os.path.lexists(path)]
+  try:
+    for path in (*files, *folder.rglob("*")):
+      is_folder = path.is_dir() and not path.is_symlink()
+      if others := unsafe_owner(path, is_folder=is_folder):
+        return others
+  except OSError as e:
+    return f"{e.filename or workdir}: {e.strerror}"
+  return None
+
+
+def _refuse_code(what: str, folder: Path | None, trust: bool) -> None:
+  """Raise ConfigError if others could have written the code of a run that is not trusted."""
+  if folder is not None and not trust and (others := unsafe_code(folder)):
+    problem = f"code that is not executed, since {others}"
+    fix = "add --trust (trust=True in Python) if you trust them, or give your own --config FILE"
+    raise ConfigError(f"{what}, {problem}; {fix}")
+
+
+def _own_code(name: str, folder: Path | None, trust: bool) -> Any:
   """Load a class or function from the run's copy of its file, else from its module."""
+  _refuse_code(name, folder, trust)
   module, _, own = name.partition(":")
   copy = folder / "code" / f"{module}.py" if folder else None
   try:
     if not re.fullmatch(r"[\w.]+", module):
       raise ConfigError(f"{module} is not the name of a module")
     if copy is not None and copy.is_file():
-      if others := unsafe_owner(copy, group=False):
-        raise ConfigError(others)
       return getattr(load_classes(copy, own), own)
     return getattr(importlib.import_module(module), own)
   except (Exception, StopLoadingError) as e:
@@ -184,12 +223,14 @@ class Described(NamedTuple):
     config: the settings as JSON.
     data: the description of images (`data.DatasetInfo`) or text (`data.TextInfo`) as JSON.
     code: the hashes of the user's own code by `module:name`.
+    trust: whether `settings` executes code of the run although others could have written it.
   """
 
   workdir: Path
   config: dict[str, Any]
   data: dict[str, Any]
   code: dict[str, str]
+  trust: bool = False
 
   @property
   def is_text(self) -> bool:
@@ -213,18 +254,21 @@ class Described(NamedTuple):
       given: settings that replace those of the file, by field.
 
     Raises:
-      ConfigError: a version of jaxscale with other settings wrote the file, or a class or
-        value is not stored in it.
+      ConfigError: a version of jaxscale with other settings wrote the file, a class or value
+        is not stored in it, or it needs code that others could have written.
     """
     unread, kinds, values = {"class", *given}, hints(Config), dict(given)
     unread |= set() if log else {"log", "callbacks"}
     try:
+      if log and self.config.get("compiler_options"):  # They can name programs to run.
+        _refuse_code("compiler_options", self.workdir, self.trust)
       for name in (n for n in self.config if n not in unread):
         node = self.config[name]
         if partial and mismatch(node, {"function": {}, "replaces": {}}) is None:
           node = node["replaces"]  # of `PythonLoss`, whose function is not stored
         try:
-          values[name] = from_plain(kinds.get(name, Any), node, self.workdir)
+          kind = kinds.get(name, Any)
+          values[name] = from_plain(kind, node, self.workdir, trust=self.trust)
         except ConfigError as e:
           if not partial or name in ("model", "loss", "metrics"):
             raise
@@ -247,8 +291,13 @@ def check_format(described: dict[str, Any], workdir: str | Path) -> None:
     raise ConfigError(f"{workdir}: {problem}")
 
 
-def describe_run(workdir: str | Path) -> Described:
-  """Read the config.json of a run; data and devices are not accessed.
+def describe_run(workdir: str | Path, *, trust: bool = False) -> Described:
+  """Read the config.json of a run; data and devices are not accessed, and nothing is executed.
+
+  Args:
+    workdir: the workdir of the run.
+    trust: whether `Described.settings` may execute code of the run that others could have
+      written.
 
   Raises:
     ConfigError: the directory is not the workdir of a run.
@@ -264,4 +313,4 @@ def describe_run(workdir: str | Path) -> Described:
     raise ConfigError(f"{path}: {problem}; {remedy}")
   identity = described.get("identity")
   code = {} if mismatch(identity, {"code": {str: str}}) else identity["code"]
-  return Described(Path(workdir), described["config"], described["data"], code)
+  return Described(Path(workdir), described["config"], described["data"], code, trust)

@@ -111,6 +111,10 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
   where, _, group = path.partition("::")
 
   def variable(file: Path, node: Any, share: int) -> Variable:
+    if node.external:
+      raise ValueError(f"{node.name} is stored in other files")
+    for source in node.virtual_sources() if node.is_virtual else ():
+      check_regular([file.parent / source.file_name])  # "." means this file.
     length, offset = node.chunks[0] if node.chunks else 0, node.id.get_offset()
     if offset is not None and node.dtype.kind in "uifb":  # Contiguous and not compressed.
       # A link may lead to a dataset in another file.
@@ -129,6 +133,9 @@ def open_hdf5(path: str, names: Names, cache_bytes: int) -> Table:
     inner: Any = h5py.File(file, "r", locking=False)[group or "/"]
     if not isinstance(inner, h5py.Group):
       raise ValueError(f"{group} is not a group; name it in columns")
+    for link in (inner.get(name, getlink=True) for name in names or inner):
+      if isinstance(link, h5py.ExternalLink):  # HDF5 would wait for a pipe.
+        check_regular([file.parent / link.filename])
     nodes = {str(name): inner[name] for name in names or inner if name in inner}
     nodes = {n: x for n, x in nodes.items() if isinstance(x, h5py.Dataset) and x.ndim}
     return {n: variable(file, x, cache_bytes // len(nodes)) for n, x in nodes.items()}

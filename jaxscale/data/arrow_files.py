@@ -7,6 +7,7 @@ be lists of lists, and tensors of Arrow's type `fixed_shape_tensor`.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,10 @@ import numpy as np
 
 from jaxscale.data.dataset import Spec
 from jaxscale.data.directory import paths_identity
+from jaxscale.data.npy_files import check_unpacked
 from jaxscale.data.tables import Table, by_chunk, cached, chosen_names, even_starts, spread_identity
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.data.tfrecord import OpenFile
+from jaxscale.errors import ConfigError, invalid, message_of
 from jaxscale.files import read_json, refuse_pointer, require_json
 
 _RECORD_BATCH = 1000  # rows of a record batch, as `datasets` writes them
@@ -69,9 +72,13 @@ def open_arrow(
     table = read_chunk(number)
     return {n: column_array(table.column(n), specs[n]) for n in names}
 
-  first = read_chunk(0)
-  specs = _specs(first, names)
-  largest = int(np.diff(starts).max() / first.num_rows * first.nbytes)
+  try:
+    first = read_chunk(0)
+    specs = _specs(first, names)
+  except Exception as e:  # pyarrow raises any exception on damaged bytes.
+    problem = f"has damaged first rows ({message_of(e):.200})"
+    raise invalid("path", name, problem, "write it again") from None
+  largest = int(np.diff(starts).max() / max(first.num_rows, 1) * first.nbytes)
   chunk = cached(arrays_of, cache_bytes // max(largest, 1))
 
   def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -138,15 +145,19 @@ def _opened(path: Path) -> _File:
   from pyarrow import parquet
 
   try:
-    with open(path, "rb") as file:
-      magic = refuse_pointer(path, file.read(24))[:6]
+    opened = OpenFile(str(path))
+    size = os.fstat(opened.descriptor).st_size
+    magic = refuse_pointer(path, os.pread(opened.descriptor, 24, 0))[:6]
     if magic[:4] == b"PAR1":
       metadata = parquet.read_metadata(path)
-      lengths = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+      groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+      lengths = [group.num_rows for group in groups]
+      for group in groups:
+        check_unpacked(size, group.total_byte_size + 8 * group.num_rows)
 
       def read(number: int, names: Sequence[str]) -> Any:
         # A reader of its own for each thread; the footer is not read again.
-        file = parquet.ParquetFile(path, metadata=metadata, memory_map=True)
+        file = parquet.ParquetFile(path, metadata=metadata)
         return file.read_row_group(number, [*names], use_threads=False).combine_chunks()
 
       return _File(metadata.schema.to_arrow_schema(), lengths, read)
@@ -164,7 +175,13 @@ def _opened(path: Path) -> _File:
   except Exception as e:
     problem = f"cannot be opened ({e!s:.200})".replace("\n", " ")
     raise invalid("path", str(path), problem, "write it again") from None
-  return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i])
+
+  def mapped(number: int, _: Sequence[str]) -> Any:
+    if os.fstat(opened.descriptor).st_size < size:  # Reading it would be a SIGBUS.
+      raise OSError(None, "became shorter while it was read", str(path))
+    return batches[number]
+
+  return _File(reader.schema, [len(batch) for batch in batches], mapped)
 
 
 def _specs(table: Any, names: Sequence[str]) -> dict[str, Spec]:

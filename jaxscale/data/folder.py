@@ -21,7 +21,7 @@ from jaxscale.data.directory import is_folder, is_visible, kinds, left_out_note,
 from jaxscale.data.encoded import Record, Source, from_source, image_info
 from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import open_regular
+from jaxscale.files import open_regular, read_bytes
 from jaxscale.metrics.text import few
 
 # File name extensions; the content decides the format. A name may have no extension.
@@ -34,6 +34,7 @@ _MAGIC = re.compile(
   re.DOTALL,
 )
 _TAKEN = f"images end in {' '.join(SUFFIXES)}, or have no ending"
+_MOST_BYTES = 4  # of a file per pixel of max_pixels
 _MOST_LISTINGS = 16
 
 
@@ -113,7 +114,7 @@ def image_folder(
   shape = (image_size, image_size, channels)
   info = image_info(str(directory), shape, len(names), mean, std)
   info = info._replace(class_names=names)
-  source = _source(folder, labels)
+  source = _source(folder, labels, max_pixels)
   dataset = from_source(info, source, True, augment, cache, eval_view, max_pixels)
   lacking = [n for n in labels_of if n not in normal] if classes else folder.empty
   what = "never evaluated" if classes else "left out"
@@ -275,7 +276,7 @@ def _check_classes(root: str, kept: dict[str, list[str]]) -> None:
       raise invalid(root, ..., f"has only the class {name}, whose images {where}", fix)
 
 
-def _source(folder: Folder, labels: np.ndarray) -> Source:
+def _source(folder: Folder, labels: np.ndarray, max_pixels: int = MAX_PIXELS) -> Source:
   def name(index: int) -> str:
     file = os.fsdecode(bytes(folder.files[index]))
     return os.path.join(folder.classes[folder.labels[index]], file)
@@ -284,8 +285,7 @@ def _source(folder: Folder, labels: np.ndarray) -> Source:
     for index in indices:
       path = os.path.join(folder.root, name(index))
       try:
-        with open_regular(path) as file:
-          record = file.read(), int(labels[index])
+        record = read_bytes(Path(path), most=_MOST_BYTES * max_pixels), int(labels[index])
       except OSError as e:  # It is missing, not a file, or not readable.
         raise_if_system_error(e, path)
         record = None

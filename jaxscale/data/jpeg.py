@@ -46,8 +46,14 @@ _FORMATS = {
 # The largest number of scans in a progressive JPEG: libjpeg writes 10, and each costs a pass
 # over the whole image, however short the scan is.
 _MAX_SCANS = 100
+_MAX_SAMPLES = 16  # channels of a TIFF, of which 4 are read
+_MAX_WHOLE_SCANS = 20  # of an image of max_pixels; libjpeg writes 18 for CMYK
+# Formats whose decoders need 16 to 22 bytes per pixel, three times as many as others, may have
+# a quarter of the pixels.
+_HEAVY = {"WEBP": 4, "AVIF": 4}
 # The formats that Pillow may read. It supports more, some by starting other programs.
 _PILLOW = ("JPEG", "PNG", "BMP", "WEBP", "GIF", "TIFF", "PPM", "AVIF")
+_AT_ONCE = 1 << 20  # bytes of pixels that are converted to 8 bits at a time
 _PNG = b"\x89PNG\r\n\x1a\n"
 _TIFF = b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"
 _SPACE = rb"(?:\s|#[^\n]*\n)+"
@@ -99,7 +105,7 @@ def decode(
     if image is not None:
       return image.reshape(*image.shape[:2], channels), "PNG"
   elif data[8:12] == b"WEBP":
-    _check_size(*_webp_size(data), max_pixels)
+    _check_size(*_webp_size(data), max_pixels, _HEAVY["WEBP"])
   try:
     image, kind = _deep(data, max_pixels) or _by_pillow(data, max_pixels)
     image = np.asarray(image.convert(mode))
@@ -113,9 +119,11 @@ def decode(
 
 def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
   with Image.open(io.BytesIO(data), formats=_PILLOW) as opened:
-    _check_size(opened.height, opened.width, max_pixels)
-    kind = opened.format or "unknown"
-    turned = _UNDO.get(getattr(opened, "tag_v2", {}).get(274, 1))
+    kind, tags = opened.format or "unknown", getattr(opened, "tag_v2", {})
+    _check_size(opened.height, opened.width, max_pixels, _HEAVY.get(kind, 1))
+    _check_scans(data, opened.height, opened.width, max_pixels)
+    _check_tiles(tags, max_pixels)
+    turned = _UNDO.get(tags.get(274, 1))
     opened.load()
     image = opened if turned is None else opened.transpose(turned)
     if image.mode.startswith(("I", "F")):  # `convert` would clip the values.
@@ -145,6 +153,7 @@ def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
   else:
     return None
   _check_size(height, width, max_pixels)
+  _check_tiles(tags, max_pixels)
   flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
   pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
   if pixels is None:
@@ -178,13 +187,16 @@ def _to_levels(pixels: np.ndarray, bits: int, most: int | None = None) -> tuple[
   low, high = pixels.min(initial=0), pixels.max(initial=0)
   if not (low >= 0 and high <= top):  # Also True for NaN.
     raise ValueError(f"{name} pixels from {low:g} to {high:g}, not from 0 to {top:g}")
-  if is_float:
-    levels = np.rint(pixels * 255)
-  else:
-    levels = pixels.astype(np.uint64) * np.uint64(256) // np.uint64(top + 1)
+  levels = np.empty(pixels.shape, np.uint8)
+  for rows in np.array_split(np.arange(len(pixels)), -(-pixels.nbytes // _AT_ONCE) or 1):
+    part = pixels[rows]
+    if is_float:
+      levels[rows] = np.rint(part * 255)
+    else:
+      levels[rows] = part.astype(np.uint64) * np.uint64(256) // np.uint64(top + 1)
   if high > 0 and not levels.any():
     raise ValueError(f"{name} pixels up to {high:g}, which would be black in 8 bits")
-  return levels.astype(np.uint8), name
+  return levels, name
 
 
 def _tiff_tags(data: bytes) -> Any:
@@ -245,13 +257,28 @@ def _jpeg_header(data: bytes, max_pixels: int) -> tuple[Any, ...] | None:
   except (ValueError, KeyError):
     return None
   _check_size(header[0], header[1], max_pixels)
+  _check_scans(data, header[0], header[1], max_pixels)
   return header
 
 
-def _check_size(height: int, width: int, max_pixels: int) -> None:
-  if height * width > max_pixels:
-    size = f"{width:,} x {height:,} pixels"
-    raise ValueError(f"{size}, more than --config.data.max_pixels={max_pixels}")
+def _check_size(height: int, width: int, max_pixels: int, cost: int = 1) -> None:
+  if height * width * cost > max_pixels:
+    size, share = f"{width:,} x {height:,} pixels", "" if cost == 1 else f"1/{cost} of "
+    raise ValueError(f"{size}, more than {share}--config.data.max_pixels={max_pixels}")
+
+
+def _check_scans(data: bytes, height: int, width: int, max_pixels: int) -> None:
+  scans = data.count(b"\xff\xda") if data[:2] == b"\xff\xd8" else 0
+  if height * width * scans > _MAX_WHOLE_SCANS * max_pixels:
+    what = f"a JPEG of {width:,} x {height:,} pixels and {scans} scans"
+    raise ValueError(f"{what}, which is too slow with --config.data.max_pixels={max_pixels}")
+
+
+def _check_tiles(tags: Any, max_pixels: int) -> None:
+  """Check the tiles of a TIFF, which may be larger than the picture, and its channels."""
+  _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
+  if tags.get(277, 1) > _MAX_SAMPLES:
+    raise ValueError(f"a TIFF with {tags.get(277)} channels")
 
 
 def decode_view(

@@ -37,6 +37,17 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
   return read(file)
 
 
+def check_unpacked(packed: int, unpacked: int) -> None:
+  """Check the size that a header gives, before the content takes memory.
+
+  Raises:
+    ValueError: a small file unpacks to much more than 64 MiB.
+  """
+  if unpacked > max(_SMALL, _MOST_RATIO * packed):
+    limit = f"more than {_MOST_RATIO} times (write it without compression)"
+    raise ValueError(f"{packed:,} bytes unpack to {unpacked:,}, {limit}")
+
+
 class StoredArray:
   """Array in C order in a file; indices along the first dim read rows.
 
@@ -101,7 +112,7 @@ def stored_array(path: Path) -> StoredArray | np.ndarray:
   """
   with open_regular(path) as file:
     shape, is_fortran, dtype = _header(file)
-    if not is_fortran and shape:
+    if shape and not (is_fortran and len(shape) > 1):
       return StoredArray(path, dtype, shape, file.tell())
     if math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:
       raise ValueError("it is truncated")
@@ -126,10 +137,7 @@ def npz_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, np.n
     found = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
     found = {n: info for n, info in found.items() if names is None or n in names}
     total = sum(info.file_size for info in found.values())
-    size = os.fstat(file.fileno()).st_size
-    if total > max(_SMALL, _MOST_RATIO * size):
-      fix = "save it by np.savez, or as .npy files"
-      raise ValueError(f"{size:,} bytes unpack to {total:,}, more than {_MOST_RATIO} times; {fix}")
+    check_unpacked(os.fstat(file.fileno()).st_size, total)
     arrays = {}
     for name, info in found.items():
       with archive.open(info) as member:

@@ -8,6 +8,7 @@ writes array_record files, which training reads without TensorFlow.
 
 from __future__ import annotations
 
+from jaxscale.data.tfds import import_tfds
 from jaxscale.errors import ConfigError
 
 
@@ -30,8 +31,7 @@ def prepare(name: str, data_dir: str | None = None, manual_dir: str | None = Non
   except ImportError:
     fix = "run pip install 'jaxscale[tfds]', or `make tfds` and use its Python"
     raise ConfigError(f"preparing a dataset needs TensorFlow; {fix}") from None
-  import tensorflow_datasets as tfds
-
+  tfds = import_tfds()
   try:
     builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
     if not builder.is_prepared():

@@ -17,6 +17,7 @@ from jaxscale.metrics.text import few, plural
 
 ENDINGS = ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"
 _LONGEST = 64 << 20  # bytes of a line; longer ones are damaged
+_MOST_RESTS = 16  # times `_LONGEST` that are skipped of a line
 _AT_ONCE = 256  # rows of a Parquet file that are decoded at a time
 _SHARE = 0.01  # of the rows of a file that may be damaged
 _EARLY = 100  # damaged rows after which a file with a majority of them is rejected
@@ -113,8 +114,11 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
       if not (line := file.readline(_LONGEST)):
         return
       is_long = len(line) == _LONGEST and line[-1:] != b"\n"
-      while is_long and (rest := file.readline(_LONGEST)) and rest[-1:] != b"\n":
-        pass
+      for rests in itertools.count(1):
+        if not (is_long and (rest := file.readline(_LONGEST)) and rest[-1:] != b"\n"):
+          break
+        if rests == _MOST_RESTS:  # Few compressed bytes could last for days.
+          raise OSError(None, f"line {number} does not end")
       if line.strip():
         yield number, functools.partial(_parsed, None if is_long else line)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +34,14 @@ from jaxscale.data.dataset import Batch, Dataset, Spec, TextInfo
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import read_json, replace_text, replacing, require_json, unsafe_owner
+from jaxscale.files import (
+  read_bytes,
+  read_json,
+  replace_text,
+  replacing,
+  require_json,
+  unsafe_owner,
+)
 
 NO_TARGET = -1  # the target of padding and of prompts, which is not learned
 PREPARED = "tokens.json"  # the file that `jaxscale prepare tokens` writes last
@@ -251,7 +259,12 @@ def of_kept(
   """Return a stream of files that `write_tokens` wrote, from their counts."""
 
   def lengths() -> np.ndarray:
-    return np.concatenate([np.fromfile(f.with_suffix(".lengths"), "<u8") for f in files], dtype=int)
+    parts = [read_bytes(f.with_suffix(".lengths"), most=sys.maxsize) for f in files]
+    found = np.concatenate([np.frombuffer(x, "<u8", len(x) // 8) for x in parts], dtype=int)
+    if found.sum() != stream.num_tokens or found.min(initial=0) < 0:
+      problem = "does not have the lengths of its documents"
+      raise invalid(str(files[0].parent), ..., problem, "remove it, or prepare it again")
+    return found
 
   stream = of_files([TokenFile(file, dtype) for file in files], tokenizer.separator)
   # With byte tokens, the zero byte between documents counts as a byte.

@@ -23,6 +23,7 @@ from jaxscale.data.packing import text_windows
 from jaxscale.data.stream import Packing, packed
 from jaxscale.data.tokenizer import read_tokenizer
 from jaxscale.errors import ConfigError
+from jaxscale.files import check_regular
 
 _AT_ONCE = 1024  # documents
 # A split: the number of examples, and a function from indices to examples as dicts of features.
@@ -99,8 +100,7 @@ def _content(builder: Any, split: str) -> dict[str, Any]:
 @functools.lru_cache(maxsize=16)
 def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: str) -> Source:
   """Open the examples of a split, with images left encoded."""
-  import tensorflow_datasets as tfds
-
+  tfds = import_tfds()
   del identity  # Changed files get a new entry in the cache.
   builder = find_builder(name, data_dir)
   image_key, label_key = builder.info.supervised_keys or ("image", "label")
@@ -208,14 +208,17 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   Raises:
     ConfigError: the dataset does not exist or is not prepared.
   """
-  import tensorflow_datasets as tfds  # Takes 0.7 s.
+  tfds = import_tfds()  # Takes 0.7 s.
   from absl import logging
   from tensorflow_datasets.core import constants
 
+  folder = Path(data_dir or constants.DATA_DIR, re.split("[/:]", name)[0] or "-").expanduser()
   try:
+    check_regular([folder] if folder.is_dir() else [])
     builder = tfds.builder(name, data_dir=data_dir)
+  except ConfigError as e:
+    raise ConfigError(f"{field}={name!r}: {e}") from None
   except Exception as e:  # Includes ValueErrors for invalid names and damaged files.
-    folder = Path(data_dir or constants.DATA_DIR, re.split("[/:]", name)[0] or "-").expanduser()
     reason = (str(e).splitlines() or [type(e).__name__])[0]
     problem = f"its dataset_info.json or features.json is damaged ({reason:.200}); copy it again"
     if isinstance(e, tfds.core.DatasetNotFoundError) or not folder.is_dir():
@@ -232,6 +235,30 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
     fix = f"once, in an environment with jaxscale[tfds]: jaxscale prepare {name}{where}"
     raise ConfigError(f"{field}={name!r}: not prepared in {builder.data_path}; {fix}")
   return builder
+
+
+@functools.cache
+def import_tfds() -> Any:
+  """Import TFDS, and keep it from importing what the files of a dataset name.
+
+  A features.json has the class of each feature, and TFDS imports its module: any that Python
+  finds, which runs it. Only TFDS's own classes are imported, and those that the user's code has
+  defined can be used.
+  """
+  import tensorflow_datasets as tfds
+
+  base: Any = tfds.features.FeatureConnector
+  find = base.cls_from_name.__func__
+
+  def cls_from_name(cls: Any, name: str) -> Any:
+    is_known = name.startswith("tensorflow_datasets.") or name in base._registered_features
+    if "." in name and not is_known:
+      problem = f"its features.json has the class {name:.200}, which would execute its module"
+      raise ConfigError(f"{problem}; import the module in your config file if you trust it")
+    return find(cls, name)
+
+  base.cls_from_name = classmethod(cls_from_name)
+  return tfds
 
 
 def _identity(builder: Any) -> tuple[str, int]:
@@ -256,8 +283,7 @@ def open_split(
   Raises:
     ConfigError: the split does not exist, a file is truncated, or the format is unsupported.
   """
-  import tensorflow_datasets as tfds
-
+  tfds = import_tfds()
   formats: Any = tfds.core.file_adapters.FileFormat  # pyright: ignore
   kind = builder.info.file_format
   try:

@@ -28,6 +28,7 @@ from jaxscale.errors import ConfigError
 from jaxscale.files import open_descriptor, read_bytes, replacing, unsafe_owner
 from jaxscale.metrics.event_file import masked_crc32c
 
+_MOST = 1 << 30  # bytes of a record, which is read at once
 _HEAD, _FOOT = 12, 4  # uint64 length with its uint32 checksum; checksum of the bytes
 
 
@@ -99,7 +100,7 @@ def index_shard(path: str) -> np.ndarray:
   while at < size:
     head = os.pread(file.descriptor, _HEAD, at)
     length, checksum = (int.from_bytes(part, "little") for part in (head[:8], head[8:]))
-    if checksum != masked_crc32c(head[:8]) or at + _HEAD + length + _FOOT > size:
+    if checksum != masked_crc32c(head[:8]) or at + _HEAD + length + _FOOT > size or length > _MOST:
       problem = "it is truncated or damaged; copy it again"
       raise ConfigError(f"TFDS: {path} is invalid at byte {at} of {size}: {problem}")
     positions.append((at + _HEAD, length))
@@ -128,7 +129,7 @@ def _read_index(kept: Path, count: int) -> list[np.ndarray] | None:
   try:
     if unsafe_owner(kept, group=False):
       return None
-    with np.load(io.BytesIO(read_bytes(kept))) as saved:
+    with np.load(io.BytesIO(read_bytes(kept, most=_MOST))) as saved:
       parts = [np.asarray(saved[f"arr_{i}"]) for i in range(count)]
   except Exception:  # Raised by zip, zlib or NumPy: the file is missing or damaged.
     return None

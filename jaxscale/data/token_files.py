@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxscale.data import rows
 from jaxscale.data.dataset import Dataset, file_identity
-from jaxscale.data.npy_files import stored_array
+from jaxscale.data.npy_files import StoredArray, stored_array
 from jaxscale.data.packing import text_windows
 from jaxscale.data.split_files import SplitFiles, split_files
 from jaxscale.data.stream import PREPARED, Packing, Stream, TokenFile, of_files, of_prepared, packed
@@ -200,7 +200,7 @@ def _token_type(path: Path) -> tuple[str, int]:
   except Exception as e:  # NumPy's parser raises any exception on damaged headers.
     problem = f"is damaged ({(str(e).splitlines() or ['no header'])[0]})"
     raise invalid(str(path), ..., problem, "save the tokens again") from None
-  if len(array.shape) != 1:
+  if not isinstance(array, StoredArray) or array.ndim != 1:
     problem = f"has shape {array.shape}, but must have one dimension"
     raise invalid(str(path), ..., problem, "save the flattened array (.ravel())")
   _check_integer(str(path), ..., array.dtype.str)

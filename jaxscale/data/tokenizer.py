@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jaxscale.config.validation import nearest
-from jaxscale.errors import ConfigError, invalid, remedy_for
-from jaxscale.files import expand, read_bytes
+from jaxscale.errors import ConfigError, abandon, invalid, message_of, remedy_for
+from jaxscale.files import expand, parse_json, read_bytes
+
+T = TypeVar("T")
 
 # Usual names of the token that ends a document, in the order of preference.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -19,6 +24,11 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"
 
 # The largest published vocabularies have a million tokens; a model has a row for each.
 _MOST_TOKENS = 1 << 24
+_FIRST_S, _SLOWEST = 10.0, 50_000  # seconds, and then characters per second, of an encoding
+_MOST_GROWTH = 16  # of a text by its normalizer
+_LARGEST_MAP = 1 << 20  # characters; SentencePiece's largest has 0.4 million
+# A quantifier of a group that ends in one, or has one before its last alternative's end.
+_NESTED = re.compile(r"(?<!\\)(?:[*+]|\{\d+,\d*\})\)(?:[*+]|\{\d+,\d*\})")
 
 
 Located = tuple[np.ndarray, np.ndarray, np.ndarray]  # Tokens; where each begins and ends.
@@ -95,14 +105,10 @@ def read_tokenizer(
   if (vocab_size := max(vocabulary.values(), default=0) + 1) > _MOST_TOKENS:
     reason = f"above the limit of {_MOST_TOKENS:,} for a vocabulary; use another tokenizer.json"
     raise ConfigError(f"{field}={name!r}: it has the token {vocab_size - 1:,}, {reason}")
-  dtype = smallest_dtype(vocab_size)
+  dtype, run = smallest_dtype(vocab_size), functools.partial(_limited, f"{field}={name!r}")
 
   def encoded(texts: Sequence[str]) -> Any:
-    try:
-      return model.encode_batch(texts, add_special_tokens=False)
-    except Exception as e:  # The package raises plain Exceptions.
-      problem = f"it cannot be used ({e})"
-      raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer") from None
+    return run(lambda: model.encode_batch(texts, add_special_tokens=False), sum(map(len, texts)))
 
   def encode_each(documents: Sequence[bytes]) -> list[np.ndarray]:
     try:
@@ -118,7 +124,7 @@ def read_tokenizer(
     return [(np.array(ids, dtype), places[:, 0], places[:, 1]) for ids, places in spans]
 
   key = f"{hashlib.sha256(content).hexdigest()} {end}"
-  return Tokenizer(key, vocab_size, end, encode_each, _decoder(model), locate)
+  return Tokenizer(key, vocab_size, end, encode_each, _decoder(model, run), locate)
 
 
 def tokenizer_file(name: str) -> Path:
@@ -148,16 +154,70 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
     first = (str(e).splitlines() or ["unreadable"])[0]
     problem = f"not a Hugging Face tokenizer ({first})"
     raise ConfigError(f"{field}={name!r}: {problem}; use a tokenizer.json") from None
+  for part in (model.normalizer, model.decoder, model.pre_tokenizer):
+    if part is not None and (problem := _problem_of(parse_json(part.__getstate__()))):
+      raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer")
   model.no_truncation()  # The file may truncate documents to a model's length.
   model.no_padding()
   return content, model
 
 
-def _decoder(model: Any) -> Callable[..., str]:
+def _problem_of(part: Any) -> str | None:
+  """Describe why a normalizer, pre-tokenizer or decoder could take any time or memory."""
+  growth = 1.0
+  for x in _objects(part):
+    pattern, text = x.get("pattern"), x.get("content") or x.get("prepend") or ""
+    pattern = pattern if isinstance(pattern, dict) else {}
+    if _NESTED.search(regex := pattern.get("Regex", "")):
+      return f"the pattern {regex!r:.80} repeats a repetition, which can take any time"
+    growth *= max(len(text) / max(len(pattern.get("String", "")), 1), 1)
+    if growth > _MOST_GROWTH or len(x.get("precompiled_charsmap") or "") > _LARGEST_MAP:
+      return "its rules make texts many times longer"
+  return None
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+  """Yield all JSON objects in a value."""
+  if isinstance(value, dict):
+    yield value
+  for inner in value.values() if isinstance(value, dict) else value:
+    if isinstance(inner, dict | list):
+      yield from _objects(inner)
+
+
+def _limited(name: str, call: Callable[[], T], length: int) -> T:
+  """Return the result of a call for a text of some length, which may not take any time.
+
+  Raises:
+    ConfigError: the call failed, or took too long. It cannot be interrupted, so its thread
+      stays until the process ends.
+  """
+  results: list[T] = []
+  errors: list[BaseException] = []
+
+  def work() -> None:
+    try:
+      results.append(call())
+    except BaseException as e:  # The package raises plain Exceptions, and Rust's panics.
+      errors.append(e)
+
+  thread = threading.Thread(target=work, daemon=True)
+  thread.start()
+  thread.join(limit := _FIRST_S + length / _SLOWEST)
+  if results:
+    return results[0]
+  problem = f"it cannot be used ({message_of(errors[0]):.200})" if errors else ""
+  if not errors:
+    abandon(thread)
+    problem = f"a text of {length:,} characters took more than {limit:.0f} s"
+  raise ConfigError(f"{name}: {problem}; use a different tokenizer")
+
+
+def _decoder(model: Any, run: Callable[[Callable[[], str], int], str]) -> Callable[..., str]:
   """Return a function of (tokens, tokens before them) that returns the text they add."""
 
   def text_of(tokens: Sequence[int]) -> str:
-    return model.decode(list(tokens), skip_special_tokens=False)
+    return run(lambda: model.decode(list(tokens), skip_special_tokens=False), len(tokens))
 
   def decode(tokens: Sequence[int], before: Sequence[int]) -> str:
     # Some tokenizers drop the space of the first word they decode.

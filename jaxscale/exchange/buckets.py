@@ -180,8 +180,7 @@ def sum_together(arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax
 def whole_means(xs: dict[int, jax.Array], axes: tuple[str, ...]) -> dict[int, Any]:
   """Return (mean, residual of 0) of tensors that are too small to compress."""
   totals, devices = sum_together(list(xs.values()), axes), lax.axis_size(axes)
-  means = zip(xs, totals, strict=True)
-  return {i: (total / devices, jnp.zeros_like(xs[i])) for i, total in means}
+  return {i: (total / devices, jnp.zeros_like(xs[i])) for i, total in zip(xs, totals, strict=True)}
 
 
 def bucketed(

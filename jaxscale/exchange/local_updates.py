@@ -100,15 +100,20 @@ class LocalUpdate(NamedTuple):
     return jnp.where(is_due.any() & (steps > 0), jnp.argmax(is_due).astype(jnp.int32) + 1, 0)
 
   def arrived(self, last_step: int) -> list[int]:
-    """Return the fragments without a result that workers have yet to take over at the end.
+    """Return the fragments that workers exchange once more after the last step.
+
+    Those sent after the last step itself are left out, and those whose result workers have yet
+    to take over.
 
     Example:
       >>> diloco(10)._replace(fragments=2, delay=3).arrived(17)
       [0]
+      >>> diloco(10)._replace(fragments=2).arrived(20)
+      [1]
     """
-    last = last_step - 1
+    last = last_step - bool(self.delay)
     sent = [last - (last - offset) % self.every for offset in self.offsets]
-    return [i for i, t in enumerate(sent) if t <= 0 or t + self.delay <= last_step]
+    return [i for i, t in enumerate(sent) if t <= 0 or t + max(self.delay, 1) <= last_step]
 
 
 class BlockMomentumState(NamedTuple):

@@ -77,8 +77,7 @@ def columns(shape: tuple[int, ...], num_devices: int) -> Columns:
 def shrinks(shape: tuple[int, ...], num_devices: int, bits: int = 1) -> bool:
   """Return whether the quantised stripes of a tensor are smaller than its float32."""
   _, rows, own = columns(shape, num_devices)
-  stripe = own * (bits * -(-rows // 8) + _value_bytes(bits))
-  return stripe * num_devices < 4 * math.prod(shape)
+  return num_devices * own * (bits * -(-rows // 8) + _value_bytes(bits)) < 4 * math.prod(shape)
 
 
 def _value_bytes(bits: int) -> int:
@@ -196,8 +195,7 @@ def _exchange_group(axes: Axes, tensors: list[jax.Array], owners: list[jax.Array
   own = [quantise_columns(y, bits)[None] for y in ys]
   gathered = lax.all_gather(_join(own), axes, tiled=True, to="invarying")
   done: list[Any] = list(tensors)
-  totals = _split(gathered, own)
-  groups = zip(xs, sent, ys, own, totals, alike.items(), strict=True)
+  groups = zip(xs, sent, ys, own, _split(gathered, own), alike.items(), strict=True)
   for x, q, y, passed, total, (size, indices) in groups:
     summed = dequantise_columns(_from_stripes(total, size), size.rows, bits)
     left = x - dequantise_columns(q, size.rows, bits)
@@ -258,8 +256,7 @@ def _bin_means(x: jax.Array, bins: list[jax.Array], rows: int) -> jax.Array:
   sums = tuple(y.reshape(*batch, -1, _ROWS, count) for y in parts)
   zeros = (np.float32(0),) * len(sums)
   for _ in range(2):
-    dim = sums[0].ndim - 2
-    sums = lax.reduce(sums, zeros, lambda a, b: tuple(map(lax.add, a, b)), (dim,))
+    sums = lax.reduce(sums, zeros, lambda a, b: tuple(map(lax.add, a, b)), (sums[0].ndim - 2,))
   sums, numbers = sums[: len(bins)], sums[len(bins) :]
   numbers = rows - sum(numbers), *numbers
   means = [total / jnp.maximum(n, 1) for total, n in zip(sums, numbers, strict=True)]

@@ -72,6 +72,7 @@ class RunParts:
   mesh: Mesh
   eval_data: data.Dataset
   model: model_parts.Model
+  factors: model_parts.Factors  # of the parametrization, by path; {} for `Standard`
   layout: Layout | None  # None: everything is replicated
   eval_step: types.EvalStep
   metrics: Mapping[str, Metric]
@@ -123,18 +124,11 @@ class Experiment(RunParts, PhaseParts):
       compiler_options=self.compiler_options,
     )
     parts = loss, self.tx, self.mesh, self.exchange
+    more: Any = {"schedule": self.schedule, "options": options}
     if self.sync is None:
-      return steps.make_train_step(
-        *parts, schedule=self.schedule, layout=self.layout, options=options
-      )
-    return make_local_train_step(
-      *parts,
-      self.sync.method,
-      schedule=self.schedule,
-      workers=self.sync.workers,
-      last_step=self.derived.total_steps,
-      options=options,
-    )
+      return steps.make_train_step(*parts, layout=self.layout, **more)
+    more |= {"workers": self.sync.workers, "last_step": self.derived.total_steps}
+    return make_local_train_step(*parts, self.sync.method, **more)
 
   @property
   def trainable(self) -> str | None:
@@ -302,6 +296,7 @@ def experiment(
     make_sync(config, derived, phase, mesh)
   info, rows = eval_data.info, model_parts.rows_of_device(derived, derived.phases[0])
   model = model_parts.make_model(config, info, mesh, spans[0], train=False)
+  model, factors = model_parts.parametrized(config, info, model)
   objective = make_objective(config, info, model_parts.as_functions(model), mesh)
   metrics = model_parts.make_metrics(config, info)
   parts = config, model, objective, info, mesh, rows
@@ -321,7 +316,7 @@ def experiment(
   layout = layouts.make_layout(config, mesh, model)
   totals = layouts.make_totals(model, layout, objective, mesh, metrics)
   eval_step = steps.make_eval_step(totals, mesh, layout, options)
-  built = config, derived, mesh, eval_data, model, layout, eval_step, metrics
+  built = config, derived, mesh, eval_data, model, factors, layout, eval_step, metrics
   chooses = config.layout.remat is None and isinstance(model, models.Stack)
   if chooses and memory is None and devices is None and not on_cpu(mesh):
     memory = remat.device_memory()
@@ -380,6 +375,7 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
       problem = "does not work with this model, whose parameters depend on the image size"
       fix = "use a model that pools over the image (ResNet)"
       raise invalid("Phases.image_sizes", phase.image_size, problem, fix)
+  model = model._replace(init=parts.model.init)  # with the factors of the parametrization
   # The schedule counts steps of Config.batch_size, but the optimizer counts actual steps.
   warmup = step_at(derived.phases, derived.warmup_steps * config.batch_size)
   momentum = phase_rate(config, phase)[1]
@@ -395,8 +391,7 @@ def make_phase(parts: RunParts, phase: Phase, train_data: data.Dataset) -> Phase
   exchange, notes = make_exchange(config, derived, sizes, params, mesh)
   sync, more = make_sync(config, derived, phase, mesh)
   schedule = phase_schedule(config, derived, phase)
-  factors = model_parts.make_factors(config, train_data.info, model)
-  tx = make_optimizer(config, schedule, warmup, momentum, factors)
+  tx = make_optimizer(config, schedule, warmup, momentum, parts.factors)
   rows = model_parts.rows_of_device(derived, phase)
   batch = abstract_rows(train_data.info, row_blocks(mesh))
   chosen, why = remat.choose(config, model, layout, tx, batch, rows, parts.memory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -209,14 +210,20 @@ def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list
     return np.asarray(jax.vmap(schedule)(jnp.arange(steps + 1)), np.float32)
 
   context = cfg.GrowthContext(size, settings.factor, num_train, total, rates)
-  points = [*build(settings.when, context, kind=(tuple, list), expected="a tuple of numbers")]
-  is_empty = not points or next_size(config, size, num_train) is None
+  expected = "a tuple of finite numbers"
+  points = [*build(settings.when, context, kind=_are_numbers, expected=expected)]
+  is_empty = not points or points[0] >= total or next_size(config, size, num_train) is None
   if is_empty or points != sorted({*points}) or points[0] <= 0:
     most = min(settings.max_batch_size or num_train, num_train)
-    problem = f"never grows: it has the points {points} and at most {most:,} examples"
-    fix = "give positive, increasing points and a larger max_batch_size"
+    problem = f"never grows: it may grow after {points} of {total:,.0f} examples, to {most:,}"
+    fix = "give positive, increasing points before the end, and a larger max_batch_size"
     raise invalid("Growing.when", type(settings.when).__name__, problem, fix)
   return points
+
+
+def _are_numbers(points: Any) -> bool:
+  is_list = isinstance(points, tuple | list)
+  return is_list and all(isinstance(x, Real) and math.isfinite(x) for x in points)
 
 
 def next_size(config: cfg.Config, batch_size: int, num_train: int) -> int | None:

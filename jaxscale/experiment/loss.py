@@ -201,8 +201,7 @@ def sum_notes(objective: AnyLoss, state: Any, outputs: Any, batch: Any, mesh: Me
       fixed = models.ModelFns(None, lambda *_: (outputs, model_state))
       return loss_of(fixed, objective, mesh)(params, model_state, batch, keys)
 
-    inputs = {"outputs": outputs, **batch}
-    reason = check_sums(of_outputs, {}, {}, inputs, mesh, name="Config.loss")
+    reason = check_sums(of_outputs, {}, {}, {"outputs": outputs, **batch}, mesh, name="Config.loss")
   notes = [f"cannot check that its loss sums over rows: {reason}"] if reason else []
   if isinstance(objective, CustomLoss):
     notes.append("its loss_fn is not tested for results that depend on the number of devices")

@@ -100,8 +100,7 @@ def notes(config: cfg.Config, mesh: Mesh, micro_batches: int) -> list[str]:
 
 def has_bfloat16(device: Any) -> bool:
   """Return whether a device computes in bfloat16: all but NVIDIA's GPUs before Ampere."""
-  version = cuda_capability(device)
-  return not (0,) < version < (8, 0)
+  return not (0,) < cuda_capability(device) < (8, 0)
 
 
 def has_float8(device: Any) -> bool:

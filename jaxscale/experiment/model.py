@@ -78,7 +78,7 @@ def make_model(
   *,
   train: bool = True,
 ) -> Model:
-  """Build the model as pure functions.
+  """Build the model as pure functions, with the standard parametrization.
 
   Args:
     config: the config, with the settings of the model.
@@ -91,33 +91,6 @@ def make_model(
     ConfigError: the model does not fit the data, or its build failed or returned
       something else.
   """
-  model = _make_model(config, info, mesh, span, train)
-  if isinstance(config.parametrization, cfg.Standard):
-    return model
-  base = _make_model(base_config(config), info)
-  return with_init(model, base, leaf_factors(config, model, base))
-
-
-def make_factors(config: cfg.Config, info: Any, model: Model) -> Factors:
-  """Return the factors of each parameter by path; {} with the Standard parametrization.
-
-  Args:
-    config: the config of the model.
-    info: description of the data.
-    model: the result of `make_model`.
-  """
-  if isinstance(config.parametrization, cfg.Standard):
-    return {}
-  return leaf_factors(config, model, _make_model(base_config(config), info))
-
-
-def _make_model(
-  config: cfg.Config,
-  info: data.DatasetInfo | data.TextInfo,
-  mesh: Mesh | None = None,
-  span: BatchNormSpan | None = None,
-  train: bool = True,
-) -> Model:
   dtype, info = jnp.dtype(config.activations), _seen_by_loss(config, info)
   smoothing = config.loss.label_smoothing if train else 0.0
   bn = {} if span is None or mesh is None else _bn_options(span, mesh)
@@ -144,6 +117,24 @@ def _make_model(
     setting = setting._replace(mean=info.mean, std=info.std)
   with user_errors(config.model, ".build"):
     return adapted(guarded_parts(config.model, " ({})", convert(model, setting)))
+
+
+def parametrized(config: cfg.Config, info: Any, model: Model) -> tuple[Model, Factors]:
+  """Return the model with the initial values of its parametrization, and the factors by path.
+
+  Args:
+    config: the config of the model.
+    info: description of the data.
+    model: the result of `make_model`.
+
+  Raises:
+    ConfigError: the parametrization has no rule for the config, or its base does not fit.
+  """
+  if isinstance(config.parametrization, cfg.Standard):
+    return model, {}
+  base = make_model(base_config(config), info)
+  factors = leaf_factors(config, model, base)
+  return with_init(model, base, factors), factors
 
 
 def _adapted(config: cfg.Config, model: Model) -> Any:
@@ -226,8 +217,7 @@ def check_model(
 
       notes += mixing("its loss", loss_of, lambda key: ({}, {}), {"outputs": outputs, **batch})
     notes = [f"{type(config.loss).__name__}: {line}" for line in notes]
-  is_tested = is_built_in(kind) or found or config.model.batch_norm or not compute
-  if not is_tested:
+  if not (is_built_in(kind) or found or config.model.batch_norm or not compute):
     found += _model_notes(mixing, model, info, rows)
   found += _class_notes(config, outputs, info) + _packing_notes(model, batch)
   return notes + [f"{kind.__name__}: {line}" for line in found]
@@ -268,8 +258,7 @@ def as_functions(model: Model) -> models.ModelFns:
   stack = model
 
   def apply(params: Any, model_state: Any, inputs: Any, train: Any, keys: Any):
-    is_batch = isinstance(inputs, dict)
-    batch = inputs if is_batch else {"image": inputs, "tokens": inputs}
+    batch = inputs if isinstance(inputs, dict) else {"image": inputs, "tokens": inputs}
     return stack_logits(stack, params, batch, model_state), model_state
 
   def inputs_of(batch: Any):
@@ -345,13 +334,9 @@ def imported(
 
   # Adapters start as initialized.
   trees = lora.without_adapters(abstract.params), state_of_model(abstract.model_state)
-  loaded = weights.import_safetensors(
-    path,
-    *trees,
-    num_classes=num_classes(_seen_by_loss(config, info)),
-    init_head=config.init_head,
-    check=check,
-  )
+  options: Any = {"init_head": config.init_head, "check": check}
+  classes = num_classes(_seen_by_loss(config, info))
+  loaded = weights.import_safetensors(path, *trees, num_classes=classes, **options)
   logger.info(loaded.summary)
   for note in notes:
     logger.warning(f"note: {note}")

@@ -41,8 +41,7 @@ def phase_rate(config: cfg.Config, phase: Phase) -> tuple[float, float | None]:
   settings = config.phases
   rule = "neutral" if isinstance(settings, cfg.AdaptiveBatch) else settings.follow
   momentum = getattr(config.optimizer, "momentum", None)
-  sizes = phase.batch_size, config.batch_size
-  factor, new = follow_batch_size(rule, *sizes, momentum or 0.0)
+  factor, new = follow_batch_size(rule, phase.batch_size, config.batch_size, momentum or 0.0)
   return factor, None if momentum is None else new
 
 

@@ -77,6 +77,7 @@ def prepare(
   runs: str = "runs",
   made_by: str = "jaxscale.jobs.submit",
   plan: str | Path | None = None,
+  trust: bool = False,
   **options: Any,
 ) -> Prepared:
   """Check a run as far as possible before its submission; see `submit`."""
@@ -88,8 +89,8 @@ def prepare(
     env = os.environ | dict(pair.split("=", 1) for pair in chosen.env)
     chosen = dataclasses.replace(chosen, tasks_per_node=local_launch.choose_count(None, env))
   texts = sweeps.as_texts(overrides or {})
-  path, source = _path_and_source(config)
-  load = checked_loader(config, nodes * chosen.tasks)
+  path, source = _path_and_source(config, trust)
+  load = checked_loader(config, nodes * chosen.tasks, trust)
   load(texts)
   if trials:
     sweeps.check(load, texts, trials)
@@ -126,7 +127,7 @@ def _check_counts(nodes: int, **others: int) -> None:
       raise ConfigError(f"{option}: give a whole number in [{least}, {MOST_NODES}]")
 
 
-def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
+def checked_loader(config: str | Config, processes: int = 1, trust: bool = False) -> sweeps.Loader:
   """Return a function that builds the config from overrides, as text by dotted field.
 
   The function raises ConfigError for batch sizes that are not divisible by the number of
@@ -134,8 +135,10 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
   """
 
   def load(overrides: sweeps.Texts) -> Config:
-    change = load_config if isinstance(config, str) else override
-    made = change(config, overrides)  # pyright: ignore[reportArgumentType]
+    if isinstance(config, str):
+      made = load_config(config, overrides, trust=trust)
+    else:
+      made = override(config, overrides)
     sizes = made.phases.batch_sizes if isinstance(made.phases, Phases) else ()
     for size in sizes or (made.batch_size,):
       if over := size % processes:
@@ -147,12 +150,12 @@ def checked_loader(config: str | Config, processes: int = 1) -> sweeps.Loader:
   return load
 
 
-def _path_and_source(config: str | Config) -> tuple[str, str | None]:
+def _path_and_source(config: str | Config, trust: bool) -> tuple[str, str | None]:
   """Return a config's `FILE[:arg]`, and the source that rebuilds a config object."""
   if isinstance(config, str):
     if recorded_run(config) is None:
       return locate(config), None
-    config = load_config(config)
+    config = load_config(config, trust=trust)
   if not isinstance(config, Config):
     raise ConfigError(f"{type(config).__name__}: not a config; give a path or a Config")
   source, names = _NOTEBOOK_CONFIG.format(config=config), {}

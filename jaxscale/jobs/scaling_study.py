@@ -48,6 +48,7 @@ def prepare(
   name: str | None = None,
   overrides: Mapping[str, Any] | None = None,
   runs: str = "runs",
+  trust: bool = False,
   **options: Any,
 ) -> PreparedStudy:
   """Check a study as far as possible before its submission; see `scaling`."""
@@ -60,7 +61,7 @@ def prepare(
   folder = folders.new_folder(runs, name, path)
   # The scaling report shows the parts of a step, which log.step_report measures.
   texts = sweeps.as_texts({"log.step_report": True, **(overrides or {})})
-  first = job_handle.checked_loader(config)(texts)
+  first = job_handle.checked_loader(config, trust=trust)(texts)
   phases = first.phases
   if not isinstance(phases, Phases) or phases.batch_sizes or phases.image_sizes:
     raise ConfigError(f"{path}: the {CHANGES}; give --config.phases=Phases")
@@ -69,7 +70,7 @@ def prepare(
     if batch == "grows":
       texts = {**texts, "batch_size": str(first.batch_size * size // nodes[0])}
     own = {"nodes": size, "name": f"{folder.name}-{size}n", "overrides": texts}
-    prepared.append(job_handle.prepare(config, **own, runs=runs, **options))
+    prepared.append(job_handle.prepare(config, **own, runs=runs, trust=trust, **options))
   return PreparedStudy(folder, batch, tuple(prepared))
 
 

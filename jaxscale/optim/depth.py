@@ -50,7 +50,6 @@ def layerwise_rate_decay(decay: float, order: Sequence[str]) -> optax.GradientTr
     return optax.EmptyState()
 
   def update(updates: Any, state: Any, params: Any = None):
-    scaled = jax.tree.map_with_path(lambda path, u: factor(path) * u, updates)
-    return scaled, state
+    return jax.tree.map_with_path(lambda path, u: factor(path) * u, updates), state
 
   return optax.GradientTransformation(init, update)

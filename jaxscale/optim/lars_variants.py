@@ -143,8 +143,7 @@ def lars(
     ...   weight_decay=5e-4, momentum_correction=400, mask=None)
   """
   if variant not in _VARIANTS:
-    fix = f"use one of {', '.join(_VARIANTS)}"
-    raise invalid("LARS.variant", repr(variant), "is unknown", fix)
+    raise invalid("LARS.variant", repr(variant), "is unknown", f"use one of {', '.join(_VARIANTS)}")
   row = _VARIANTS[variant]
   if momentum_correction is not False and not row.rate_in_velocity:
     problem = f"does not apply to variant={variant!r}, whose velocity does not contain the lr"
@@ -255,8 +254,7 @@ def scale_by_lars_ratio(
       if not layer.chosen:
         return g, 1.0, optax.MaskedNode()
       u = g + weight_decay * w
-      local = None if rate is None else rate.astype(g.dtype)
-      ratio = ratio_of(layer, w, g, u, local)
+      ratio = ratio_of(layer, w, g, u, None if rate is None else rate.astype(g.dtype))
       return u if decays else g, ratio, layers.kept(ratio)
 
     decayed, factors, ratios = layers.map_layers(3, adapt, params, mask, stacked, updates)

@@ -182,13 +182,10 @@ def init_matrices(
   kinds = {as_text(leaf.matrix): (leaf.matrix, leaf.dtype) for leaf in leaves}
 
   def stack(key: str, names: Sequence[str]):
-    def of_rows(x: jax.Array):
-      return jnp.stack([x if name else jnp.zeros_like(x) for name in names])
+    one = make(*kinds[key])
+    return jax.tree.map(lambda x: jnp.stack([x if n else jnp.zeros_like(x) for n in names]), one)
 
-    return jax.tree.map(of_rows, make(*kinds[key]))
-
-  rows = _DEALER.get().rows(leaves, cost)
-  fixed = tuple((key, tuple(names)) for key, names in rows.items())
+  fixed = tuple((key, tuple(names)) for key, names in _DEALER.get().rows(leaves, cost).items())
   return MatrixState({key: stack(key, names) for key, names in fixed}, fixed)
 
 

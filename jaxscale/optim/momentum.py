@@ -139,11 +139,9 @@ def scale_by_rate_and_momentum(
     updates: optax.Updates, state: Any, params: optax.Params | None = None
   ) -> tuple[optax.Updates, MomentumState]:
     rate = rate_at(learning_rate, state.count)
-    kept = momentum * correction(rate, state)
+    kept = jnp.asarray(momentum * correction(rate, state))
     entered = jax.tree.map(lambda u: rate.astype(u.dtype) * u, updates)
-    velocity = jax.tree.map(
-      lambda v, e: jnp.asarray(kept, v.dtype) * v + e, state.velocity, entered
-    )
+    velocity = jax.tree.map(lambda v, e: kept.astype(v.dtype) * v + e, state.velocity, entered)
     moved = velocity
     if nesterov:  # uncorrected, because the next step's learning rate is unknown
       moved = jax.tree.map(lambda v, e: e + momentum * v, velocity, entered)

@@ -80,8 +80,7 @@ def warmup_polynomial(
   def decay(step: Any):
     # Unlike 1 - step / span, the difference of integers is exact, also near the end. The
     # share exceeds 1 only during the warm-up, which does not use it.
-    left = jnp.clip((last - step) / span, 0.0, 1.0)
-    return end + (peak - end) * left**power
+    return end + (peak - end) * jnp.clip((last - step) / span, 0.0, 1.0) ** power
 
   return _schedule(decay, warmup, start, peak, warmup_steps, total_steps, end)
 

@@ -176,8 +176,13 @@ class _Plan:
       owned[owner].append((loads[owner], i, layer))
       loads[owner] -= negative
       of_class[owner, kind] += 1
-    ends = [max(loads) * (chunk + 1) / chunks for chunk in range(chunks)]
-    parts = [[[m[1:] for m in own if end - ends[0] <= m[0] < end] for own in owned] for end in ends]
+    whole = max(loads) or 1.0  # All costs may be 0.
+
+    def chunk_of(load: float) -> int:  # A function, so that each load is in exactly one chunk.
+      return min(int(load / whole * chunks), chunks - 1)
+
+    order = range(chunks)
+    parts = [[[m[1:] for m in own if chunk_of(m[0]) == n] for own in owned] for n in order]
     return [owned for owned in parts if any(owned)]
 
   def kind(self, i: int) -> _Class:

@@ -14,7 +14,6 @@ import jax
 from jaxscale import hlo
 from jaxscale.experiment import build
 from jaxscale.experiment import make_layout as layout_parts
-from jaxscale.experiment.model import make_factors
 from jaxscale.metrics.text import table
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.parallel.placement import HOST
@@ -76,12 +75,11 @@ def _parameters(params: Any) -> str:
 def _factors(experiment: build.Experiment) -> str:
   """Return the factors of the parametrization, one line per parameter that has some; or ""."""
   config, rows = experiment.config, []
-  factors = make_factors(config, experiment.train_data.info, experiment.model)
-  for path, f in factors.items():
+  for path, f in experiment.factors.items():
     values = f.stored(config.optimizer.update_rule)
     rows += [(path, f.kind, *(f"{x:.4g}" for x in values))] if {*values} != {1} else []
   head = (f"{type(config.parametrization).__name__}: factors of", "kind", "init", "lr", "decay")
-  return table((*head, "eps"), rows, left=(0, 1)) if factors else ""
+  return table((*head, "eps"), rows, left=(0, 1)) if experiment.factors else ""
 
 
 def _state(state: Any) -> str:
@@ -90,8 +88,7 @@ def _state(state: Any) -> str:
   for name, part in state._asdict().items():
     leaves = jax.tree.leaves(part)
     on_host = sum(_bytes(x) for x in leaves if x.sharding.memory_kind == HOST)
-    on_device = sum(map(_bytes, leaves)) - on_host
-    for where, size in (("", on_device), (", on the host", on_host)):
+    for where, size in (("", sum(map(_bytes, leaves)) - on_host), (", on the host", on_host)):
       if size:
         rows.append((name.replace("_", " ") + where, f"{size / 1e6:,.3f}"))
   return table(("state", "MB/device"), rows)

@@ -110,7 +110,8 @@ def _grow(branches: Branches) -> tuple[int, dict[str, float]]:
   if len(fitting) == 2:
     with user_errors(settings.when, ".decide"):
       grows, why, values = decide(GrowthPoint(*point))
-  grows, why, values = cluster.from_leader((bool(grows), str(why), dict(values)))
+      values = {str(name): float(x) for name, x in values.items()}
+  grows, why, values = cluster.from_leader((bool(grows), str(why), values))
   text = f"grows from {size:,} to {larger:,}" if grows else f"stays {size:,}"
   logger.info(f"step {step}  batch size {text}: {why}")
   return (larger if grows else size), values

@@ -37,6 +37,7 @@ def export(
   step: int | str | None = None,
   take: str | None = None,
   dtype: str | None = None,
+  trust: bool = False,
 ) -> str:
   """Write the file; return one line that describes its content.
 
@@ -48,13 +49,15 @@ def export(
       None the newest one.
     take: "params" or "average"; None selects the average if the run keeps one.
     dtype: the dtype of the arrays; None keeps each array's dtype.
+    trust: whether to execute code of the run although other users could have written it.
 
   Raises:
     ConfigError: the run or checkpoint does not exist or is damaged, the naming scheme
       does not support the model, or the folder has the config.json of another model.
     weights.UnwrittenError: writing failed, for example because the disk is full.
   """
-  described, step = describe_run(workdir), load_params.saved_steps(workdir, step)[-1]
+  described = describe_run(workdir, trust=trust)
+  step = load_params.saved_steps(workdir, step)[-1]
   path = workdir.absolute() / "checkpoints" / str(step)
   try:
     manifest = checkpoint_files.read_manifest(path)["leaves"]
@@ -112,7 +115,8 @@ def _dtype(name: str) -> Any:
 def _lora_of(described: Described) -> LoRA | None:
   """Return the adapter of a run, whose other settings need not be readable."""
   fields = described.config.get("adapter", {})
-  return from_plain(LoRA, fields) if fields.get("class") == "LoRA" else None
+  options: Any = {"folder": described.workdir, "trust": described.trust}
+  return from_plain(LoRA, fields, **options) if fields.get("class") == "LoRA" else None
 
 
 def _about(described: Described, step: int, take: str) -> dict[str, str]:

@@ -177,6 +177,7 @@ def write(
   seed: int = 0,
   num_tokens: int = 256,
   step: int | str | None = None,
+  trust: bool = False,
   **choice,
 ) -> str:
   """Continue a prompt with a run's language model, up to the end of a document.
@@ -188,13 +189,14 @@ def write(
     num_tokens: the largest number of tokens to generate.
     step: the step of the checkpoint; "best" selects the best by `checkpoint.best_metric`, and
       None the newest intact one.
+    trust: whether to execute code of the run although other users could have written it.
     choice: `temperature`, `top_k` and `top_p`, as for `choose`.
 
   Raises:
     ConfigError: the run has no language model or no checkpoint, or its tokenizer no
       longer exists.
   """
-  described = describe_run(workdir)
+  described = describe_run(workdir, trust=trust)
   if not described.is_text:
     text = f"the run trains on {described.data['name']}, not on text; give a language model's run"
     raise ConfigError(f"{workdir}: {text}")

@@ -14,7 +14,7 @@ from typing import Any
 from jaxscale.config import Config
 from jaxscale.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxscale.errors import ConfigError
-from jaxscale.files import expand, read_json, replacing, write_json
+from jaxscale.files import expand, read_bytes, read_json, replacing, write_json
 from jaxscale.models.config_json import OURS
 from jaxscale.models.pretrained_folder import compare_settings
 
@@ -105,7 +105,7 @@ def write(workdir: Path, folder: Path, fields: dict[str, Any]) -> str:
 def _copy(source: Path, target: Path) -> None:
   """Replace a file by a copy of another one, without following a link at the target."""
   with replacing(target) as file:
-    file.write(source.read_bytes())
+    file.write(read_bytes(source))
 
 
 def _ids(fields: dict[str, Any], end: Any) -> Any:

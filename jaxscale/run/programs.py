@@ -5,11 +5,12 @@ in the workdir, so a requeued job finds them, and all processes can read them. C
 cover the program, jaxlib's version, XLA's flags, and the kind and number of devices
 (including CPU instruction sets), so any change of these compiles again.
 
-A cached program is code that is run. It is therefore loaded only from a folder that
-nobody else can write to, and only if it is intact: after a kill or a full disk, JAX leaves
-truncated files, and never rewrites them. Each program has a file with a SHA-256 of its
-content and name. A program without a matching checksum is deleted before anything is
-loaded.
+A cached program is code that is run. It is therefore loaded only from a folder of this user
+that nobody else can write to, and that nobody else can exchange for another one: JAX reads it
+through a descriptor, or, on GPUs, nobody else can write to a folder above it. A program is
+loaded only if it is intact: after a kill or a full disk, JAX leaves truncated files, and never
+rewrites them. Each program has a file with a SHA-256 of its content and name. A program without
+a matching checksum, or of another user, is deleted before anything is loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import itertools
 import math
 import os
 import platform
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ from jaxscale import cluster
 from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
 from jaxscale.data.caches import user_cache
-from jaxscale.files import read_bytes, readable_text, replace_text, unsafe_owner
+from jaxscale.files import own_folder, read_bytes, readable_text, replace_text
 from jaxscale.metrics.log import logger
 
 FOLDER = "compiled"
@@ -43,14 +45,15 @@ _ordinals = itertools.count()  # numbers the turns of this process
 class Programs:
   """Program cache of a run, and the turns in which processes compile."""
 
-  def __init__(self, folder: Path | None, wait_s: float):
+  def __init__(self, folder: Path | None, wait_s: float, name: str | None = None):
     """Use a folder whose programs were checked.
 
     Args:
       folder: the folder of JAX's cache; None if jaxscale does not manage it.
       wait_s: the longest time to wait for the leader in a turn, in seconds.
+      name: the name of the folder for messages.
     """
-    self._folder, self._wait_s = folder, wait_s
+    self._folder, self._wait_s, self._name = folder, wait_s, name
     self._lock = threading.Lock()
 
   def turn(self) -> contextlib.AbstractContextManager[None]:
@@ -83,7 +86,7 @@ class Programs:
           if not stored.exists() or stored.stat().st_mtime_ns < written:
             replace_text(stored, _digest(path) + "\n")
       except OSError as e:
-        logger.warning(f"cannot save compiled programs in {self._folder}: {e.strerror}")
+        logger.warning(f"cannot save compiled programs in {self._name}: {e.strerror}")
         self._folder = None
 
 
@@ -99,14 +102,19 @@ def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterat
   # The user set or disabled the cache, for example by JAX_COMPILATION_CACHE_DIR.
   is_users = _setting("compilation_cache_dir") is not None
   is_off = not _setting("enable_compilation_cache") or not settings.cache
-  folder = None if is_users or is_off else _folder_for_all(settings, workdir)
-  programs, options = Programs(folder, wait_s), {}
-  if folder is not None:
-    # JAX warns twice per program; `seal` reports the same problem once.
-    warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation")
-    options = _jax_settings(folder)
-  before = {name: _setting(name) for name in options}
-  with _same_keys_on_cpus():
+  with contextlib.ExitStack() as stack:
+    folder = name = None
+    if not (is_users or is_off):
+      name = _folder_for_all(settings, workdir)
+      with contextlib.suppress(OSError):  # Users may differ between hosts.
+        folder = stack.enter_context(_opened(Path(name))) if name else None
+    programs, options = Programs(folder, wait_s, name), {}
+    if folder is not None:
+      # JAX warns twice per program; `seal` reports the same problem once.
+      warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation")
+      options = _jax_settings(folder)
+    before = {name: _setting(name) for name in options}
+    stack.enter_context(_same_keys_on_cpus())
     _update(options)
     try:
       yield programs
@@ -115,15 +123,17 @@ def kept_programs(settings: Compilation, workdir: Path, wait_s: float) -> Iterat
       _update(before)
 
 
-def _folder_for_all(settings, workdir: Path) -> Path | None:
-  """Return the leader's folder if nobody else can write to it from this process's host."""
+def _opened(folder: Path) -> contextlib.AbstractContextManager[Path]:
+  # On GPUs the path is part of the keys of programs, and must be the same at each start.
+  return own_folder(folder, by_descriptor=jax.default_backend() != "gpu")
+
+
+def _folder_for_all(settings, workdir: Path) -> str | None:
+  """Return the leader's folder."""
   folder, lines = cluster.from_leader(_open(settings, workdir) if cluster.is_leader() else None)
   for line in lines:
     logger.warning(line)
-  with contextlib.suppress(OSError):  # Users may differ between hosts.
-    if folder and not unsafe_owner(Path(folder), is_folder=True):
-      return Path(folder)
-  return None
+  return folder
 
 
 @contextlib.contextmanager
@@ -182,15 +192,14 @@ def _open(settings: Compilation, workdir: Path) -> tuple[str | None, list[str]]:
     try:
       with contextlib.suppress(FileExistsError):  # The check below reports a plain file.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-      if not (problem := unsafe_owner(folder, is_folder=True)):
-        damaged = _clean(folder, math.ceil(1e9 * settings.cache_gb))
-        lines = [f"{first}: saving compiled programs in {folder}"] if first else []
-        if damaged:
-          lines.append(f"{folder}: deleted {damaged} damaged programs; compiling again")
-        return str(folder), lines
+      with _opened(folder) as opened:
+        damaged = _clean(opened, math.ceil(1e9 * settings.cache_gb))
+      lines = [f"{first}: saving compiled programs in {folder}"] if first else []
+      if damaged:
+        lines.append(f"{folder}: deleted {damaged} damaged programs; compiling again")
+      return str(folder), lines
     except OSError as e:
-      problem = f"{folder}: {e.strerror}"
-    first = first or problem
+      first = first or (f"{folder}: {e.strerror}" if e.errno else str(e.strerror))
   return None, [f"{first}: not saving compiled programs (compilation.cache_dir)"]
 
 
@@ -205,8 +214,9 @@ def _clean(folder: Path, max_bytes: int) -> int:
   # Sorted by access time, as far as the file system records it.
   for info, path in sorted(files, key=lambda x: -max(x[0].st_atime, x[0].st_mtime)):
     expected, is_whole = readable_text(_sum_of(path)).strip(), False
+    is_own = info.st_uid in (os.geteuid(), 0) and not path.is_symlink()
     with contextlib.suppress(OSError):  # It may be a pipe, or unreadable.
-      is_whole = not path.is_symlink() and _digest(path) == expected
+      is_whole = is_own and _digest(path) == expected
     total += info.st_size * is_whole
     if is_whole and total <= max_bytes:
       with contextlib.suppress(OSError):  # Restore the access time: a check is not a use.
@@ -228,4 +238,4 @@ def _sum_of(path: Path) -> Path:
 
 def _digest(path: Path) -> str:
   """Return the SHA-256 of a program and its name, so that it cannot load under another name."""
-  return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path)).hexdigest()
+  return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path, most=sys.maxsize)).hexdigest()

@@ -95,7 +95,9 @@ class Reporter:
       rule = getattr(experiment.config.phases, "when", None)
       why = f": {rule.why}" if rule is not None and rule.decide is None else ""
       before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
-      text = f"batch size is now {phase.batch_size:,}{size} (lr {before:.4g} to {now:.4g}){why}"
+      follow = getattr(experiment.config.phases, "follow", "neutral")
+      rates = f"(lr from {before:.4g} to {now:.4g}, follow={follow})"
+      text = f"batch size is now {phase.batch_size:,}{size} {rates}{why}"
       logger.info(f"step {phase.start}  {text}")
       # The first step of the new size: a resumed run does not write its first step's line again.
       self.write(phase.start + 1, "growth", {"batch_size": float(phase.batch_size)})

@@ -117,7 +117,7 @@ class SampleWriter(Callback):
 class BySchedule(Growth):
   """Growth wherever the schedule has divided the learning rate by `Growing.factor` again."""
 
-  why = "the schedule's learning rate has fallen by the same factor"
+  why = "the schedule has divided its learning rate by phases.factor again"
 
   def build(self, context: bases.GrowthContext) -> tuple[float, ...]:
     rates, steps = context.schedule(), []
@@ -179,8 +179,9 @@ class ByNoiseScale(_Measured):
     _, low, high = point.noise_scale
     low, high, bound = low or 0.0, math.inf if high is None else high, self.ratio * point.larger
     values = {"noise_scale_low": low, "noise_scale_high": high, "bound": bound}
-    within = f"the noise scale is {low:,.4g} to {high:,.4g} (95 %)"
-    why = "surely above" if low >= bound else "surely below" if high < bound else "perhaps below"
+    within = f"the noise scale is {low:,.4g} to {high:,.4g} examples (95 %)"
+    within = within if low or high < math.inf else "the noise scale is not measured yet"
+    why = "surely below" if high < bound else "surely above" if low >= bound else "not surely above"
     return low >= bound, f"{within}, {why} {bound:,.4g}", values
 
 
@@ -206,10 +207,12 @@ class ByBranch(_Measured):
     found = run.compare_branches(point.branch(self.steps))
     bound = self.margin * abs(found.loss)
     grows = found.difference + found.error <= bound
+    is_worse = found.difference - found.error > bound
+    side = "within" if grows else "above" if is_worse else "perhaps above"
     why = (
-      f"over {self.steps * point.larger:,} examples the loss is {found.larger_loss:.4f} at "
-      f"{point.larger:,} and {found.loss:.4f} at {point.batch_size:,}, a difference of "
-      f"{found.difference:.4f} ± {found.error:.4f}, {'not surely ' * (not grows)}at most "
-      f"{bound:.4f}"
+      f"branches on the same {self.steps * point.larger:,} examples end at loss "
+      f"{found.larger_loss:.4f} with {point.larger:,} and {found.loss:.4f} with "
+      f"{point.batch_size:,}; the difference {found.difference:.4f} ± {found.error:.4f} is {side} "
+      f"the margin of {bound:.4f}"
     )
     return grows, why, found._asdict()

@@ -159,8 +159,7 @@ class Trained:
     layout, model = self.layout or replicated_layout(self.mesh), as_functions(self.model)
 
     def function(params: Any, model_state: Any, batch: Any) -> Any:
-      state = state_of_model(model_state)
-      return model.apply(params, state, model.inputs(batch), False, None)[0]
+      return model.apply(params, state_of_model(model_state), model.inputs(batch), False, None)[0]
 
     if layout.shapes is not None:
       function = with_gathered_params(function, layout.gathers)
@@ -180,12 +179,13 @@ def load(
   step: int | str | None = None,
   take: str | None = None,
   model: cfg.Model | None = None,
+  trust: bool = False,
 ) -> Trained:
   """Load the trained model of a run, on all devices.
 
   The mesh of the run need not fit: batches are split over the devices, and parameters only
   with layout.shard="fsdp". Classes of your own are loaded from the run's folder `code/`, which
-  executes it, and refused if another user could have written it.
+  executes it. If other users could have written the run, it is refused without `trust`.
 
   Args:
     run: the workdir of the run.
@@ -194,6 +194,7 @@ def load(
     take: "params" or "average"; None selects the average if the run keeps one, as
       evaluations do.
     model: the settings of the model, for a class that is not in a file (of a notebook, say).
+    trust: whether to execute code of the run although other users could have written it.
 
   Raises:
     ConfigError: the run or the checkpoint does not exist, is damaged, or needs a class that
@@ -204,7 +205,7 @@ def load(
     >>> trained.predict(images).labels                         # doctest: +SKIP
     array([3, 8, 5], dtype=int32)
   """
-  described = describe_run(expand(run))
+  described = describe_run(expand(run), trust=trust)
   given: Any = {} if model is None else {"model": model}
   try:
     config = described.settings(partial=True, **given)
@@ -287,7 +288,6 @@ def _placed(config: cfg.Config, rows_only: bool) -> cfg.Config:
     layout = cfg.Layout(shard="fsdp", rules=layout.rules) if is_split else cfg.Layout()
   # Exchange and synchronization of the training may contradict another mesh.
   parts: Any = {"mesh": mesh, "layout": layout, "exchange": cfg.AllReduce()}
-  parts["parametrization"] = cfg.Standard()  # Initial values and learning rates are not used.
   return dataclasses.replace(config, **parts, sync=cfg.EveryStep())
 
 

@@ -43,8 +43,7 @@ def checked(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
       case loss, (new_state, dict(totals)):
         pass
       case result:
-        kind = type(result).__name__
-        raise invalid("loss_fn", ..., f"returns {kind}", f"return {_WANTED}")
+        raise invalid("loss_fn", ..., f"returns {type(result).__name__}", f"return {_WANTED}")
     if "examples" not in totals:
       raise without_examples(totals)
     totals = {name: jnp.asarray(x) for name, x in ({"loss": loss} | totals).items()}
@@ -172,8 +171,7 @@ def check_sums(
     values = example_values(params, model_state, batch, rows=2)
 
     def grown(times: int) -> dict[str, float]:
-      rows = jax.tree.map(lambda x: jnp.concatenate([x] * times), values[2:])
-      arguments = *values[:2], *rows
+      arguments = *values[:2], *jax.tree.map(lambda x: jnp.concatenate([x] * times), values[2:])
       return {k: float(x) for k, x in compiled(sums, *arguments)(*arguments).items()}
 
     try:

@@ -218,7 +218,7 @@ def _make_worker_update(
     the worker, codes). Frozen parameters are those of the anchor. With `skip_bad_steps` the
     codes are int32 [3] and report what the device found, else ().
   """
-  axes, is_cpu = mesh.axis_names, on_cpu(mesh)
+  axes, is_cpu, num_microbatches = mesh.axis_names, on_cpu(mesh), options.num_microbatches
 
   def mean_grads(worker: WorkerState, anchor: Tree, batch: Batch, key: jax.Array):
     def loss_of(part: Tree, *rest: Any):
@@ -228,11 +228,9 @@ def _make_worker_update(
     if queues(worker.model_state) or hasattr(loss_fn, PARTS):
       problem = "gathers rows of all devices, whose parameters differ with local updates"
       raise invalid("loss_fn", ..., problem, "train synchronously")
-    check_agrees(loss_of, arguments, options.num_microbatches, axes)
+    check_agrees(loss_of, arguments, num_microbatches, axes)
     with jax.named_scope("gradients"):
-      grads, model_state, totals = sum_grads(
-        loss_of, *arguments, options.num_microbatches, unroll=is_cpu
-      )
+      grads, model_state, totals = sum_grads(loss_of, *arguments, num_microbatches, unroll=is_cpu)
     codes: Any = ()
     if options.skip_bad_steps:
       codes, totals = nan_guard.find_bad(grads, model_state, totals, axes)
@@ -326,8 +324,8 @@ def _make_streamed(
 
   With a delay the exchange is in one branch with the step, and takes the parameters from before
   it, so that a compiler can run both at once. The program therefore has a copy of the step for
-  each fragment. After the last step of a run all fragments are exchanged, except those whose
-  result has not been taken over yet.
+  each fragment. After the last step of a run all fragments are exchanged, except those that
+  were just sent and those whose result has not been taken over yet (`LocalUpdate.arrived`).
   """
   count, numbers = method.fragments, range(method.fragments)
 
@@ -402,8 +400,7 @@ def _make_synchronize(
     if takes_over:
       start = vary(params, axes)
       if method.elastic is not None:
-        pull = optax.tree.scale(method.elastic, pseudo_grads)
-        start = optax.apply_updates(worker.params, pull)
+        start = optax.apply_updates(worker.params, optax.tree.scale(method.elastic, pseudo_grads))
       model_state = agree(worker.model_state, axes, apart=True, together=True)
       opt_state = reset_momentum(worker.opt_state) if method.reset_momentum else worker.opt_state
       start = fragments.put(worker.params, number, count, start)

@@ -100,8 +100,7 @@ def estimate(small_sq: jax.Array, big_sq: jax.Array, small: jax.Array, big: floa
     big: B, the rows of the step.
   """
   signal = (big * big_sq - small * small_sq) / (big - small)
-  noise = (small_sq - big_sq) / (1 / small - 1 / big)
-  return signal, noise
+  return signal, (small_sq - big_sq) / (1 / small - 1 / big)
 
 
 def update(

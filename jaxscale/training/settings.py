@@ -108,8 +108,7 @@ class Huber(Loss):
   def build(self, info: Any) -> training.Objective:
     import optax
 
-    huber = functools.partial(optax.huber_loss, delta=self.delta)
-    return _losses(self, info).regression(huber)
+    return _losses(self, info).regression(functools.partial(optax.huber_loss, delta=self.delta))
 
 
 class Contrastive(Loss):

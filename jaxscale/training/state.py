@@ -203,8 +203,7 @@ def make_init(
     if layout is None or layout.shapes is None:
       return exchange.init(params)
     trained = trainable_layout(layout, trainable)
-    shapes = specs.local_grad_shapes(trained)
-    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    grads = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), specs.local_grad_shapes(trained))
     return make_layout_exchange(exchange, trained).init(grads)
 
   def init_opt_state(params: Any):

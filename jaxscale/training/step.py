@@ -281,8 +281,7 @@ def _make_update(tx: optax.GradientTransformation, layout: Layout, options: Step
   dealer = make_dealer(layout)
 
   def optimize(state: TrainState, outputs: StepOutputs) -> TrainState:
-    trees = outputs.grads, state.params
-    grads, params = placement.shard_like_optimizer(trees, layout)
+    grads, params = placement.shard_like_optimizer((outputs.grads, state.params), layout)
     opt_state = placement.move_opt_state(state.opt_state, layout, jax.memory.Space.Device)
     with dealt_by(dealer):
       updates, opt_state = tx.update(grads, opt_state, params)

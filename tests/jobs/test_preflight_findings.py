@@ -1,10 +1,10 @@
 """Findings of the preflight, from hand-made measurements."""
 
 from jaxscale import cli
+from jaxscale.cluster.group import Group
 from jaxscale.jobs import preflight
 from jaxscale.jobs.preflight import software
 from jaxscale.jobs.preflight.finding import Finding, report
-from jaxscale.jobs.preflight.group import Group
 from support.commands import run_python
 from support.preflight_process import wrong
 

@@ -43,7 +43,9 @@ def test_it_shows_the_scopes_of_our_step(file):
   from xprof.convert import raw_to_tool_data
 
   assert "graph_viewer" in raw_to_tool_data.xspace_to_tool_names([str(file)])
-  (program,) = file.parent.glob("jit_train_step*.hlo_proto.pb")
+  # A trace lists all programs of the process, those of other tests too; ours came last.
+  programs = file.parent.glob("jit_train_step*.hlo_proto.pb")
+  program = max(programs, key=lambda path: int(re.findall(r"\d+", path.name)[-1]))
   options = {"type": "long_txt", "module_name": program.name.removesuffix(".hlo_proto.pb")}
   text = str(page(file, "graph_viewer", graph_viewer_options=options | {"show_metadata": 1}))
   for scope in ("gradients/jvp(", "gradients/transpose(jvp(", "exchange/", "update/"):

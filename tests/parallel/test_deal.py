@@ -11,11 +11,13 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config as cfg
 from jaxscale import hlo
 from jaxscale.experiment import build
+from jaxscale.mesh import make_mesh
 from jaxscale.optim import init_matrices, map_matrices, matrix_rows
-from jaxscale.optim.matrices import cubic, dealt_by
+from jaxscale.optim.matrices import Leaf, cubic, dealt_by
+from jaxscale.parallel import deal, make_layout
 from jaxscale.parallel.deal import make_dealer
 from support.configs import small_config
-from support.dealt import MESHES, SHAPES, STACKED, layout_of, numbers, put
+from support.dealt import MESHES, RULES, SHAPES, STACKED, layout_of, numbers, put
 
 
 def of_whole(x):
@@ -73,6 +75,17 @@ def test_more_devices_than_matrices_are_groups():
   where = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), tree)
   (gather,) = hlo.collectives(apply.lower(where).compile(), mesh)
   assert gather.kind == "all-gather" and gather.group_size == 4
+
+
+@pytest.mark.parametrize("flops", [0.0, 0.1])
+def test_a_matrix_is_in_exactly_one_chunk(flops, monkeypatch):
+  """Sums of 0.1 are rounded, as those of SOAP's FLOPs are, and a cost may be 0."""
+  monkeypatch.setattr(deal, "_CHUNK", 1)
+  shapes = jax.ShapeDtypeStruct((32, 8, 16), jnp.float32)
+  leaves = [Leaf("layers/up", shapes.shape, shapes.dtype, stacked=True)]
+  layout = make_layout(make_mesh(data=1, fsdp=8), {"layers": {"up": shapes}}, RULES, shard="fsdp")
+  names = make_dealer(layout).rows(leaves, lambda n, m: flops)["8x16"]
+  assert sorted(filter(None, names)) == sorted(leaves[0].names)
 
 
 @pytest.mark.parametrize("name", MESHES)

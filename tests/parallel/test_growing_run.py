@@ -1,14 +1,18 @@
 """Runs whose batch grows equal runs whose phases are written out, under every kind of layout."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
+from jaxscale import config as cfg
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
 from jaxscale.run import train_phases
 from jaxscale.run.fit import fit
 from support.configs import settings
+from support.errors import config_error
 from support.trees import assert_same_bits
 
 QUICK = settings("""
@@ -42,10 +46,55 @@ def test_seesaw_is_the_run_of_its_phases_bit_for_bit(tmp_path, capsys):
   fixed = run(tmp_path / "b", QUICK | explicit | {"phases.epochs": str(epochs)})
   assert [p["start"] for p in phases] == json.loads(starts.replace("(", "[").replace(")", "]"))
   assert_same_bits(grown.state, fixed.state)
-  why = ": the schedule's learning rate has fallen by the same factor"
+  why = ", follow=sqrt): the schedule has divided its learning rate by phases.factor again"
   lines = [line for line in printed.splitlines() if "batch size is now" in line]
   assert len(lines) == 2 and all(line.endswith(why) for line in lines)
-  assert lines[0].startswith(f"step {phases[1]['start']}  batch size is now 128 (lr 0.0")
+  assert lines[0].startswith(f"step {phases[1]['start']}  batch size is now 128 (lr from 0.0")
+
+
+class Agreeing(cfg.Growth):
+  """A rule of a user, which may grow after each epoch, and grows at the second chance."""
+
+  numbers: str = "numpy"
+
+  def build(self, context):
+    return tuple(float(epoch * context.num_train) for epoch in (0.5, 1, 1.5))
+
+  def decide(self, point):
+    losses = point.branch(2)
+    assert losses.shape == (2, 2) and losses.dtype == np.float64
+    values = {"text": {"x": "high"}, "none": None, "numpy": {"larger": np.float32(losses[1, 0])}}
+    return point.step > 12, f"{point.larger} is as good", values[self.numbers]
+
+
+OWN = QUICK | {"epochs": "2"}
+
+
+def test_a_rule_of_ones_own_decides(tmp_path, capsys):
+  """The run is that of the phases which the rule chose, bit for bit."""
+  config = load_config("configs/digits.py", OWN)
+  phases = cfg.Growing(when=Agreeing(), max_batch_size=128)
+  grown = fit(dataclasses.replace(config, phases=phases), tmp_path / "a")
+  lines = [x for x in capsys.readouterr().out.splitlines() if "128 is as good" in x]
+  assert [x.split(": ")[0] for x in lines] == [
+    "step 12  batch size stays 64",
+    "step 23  batch size grows from 64 to 128",
+  ]
+  events = [x for x in metrics.read_metrics(tmp_path / "a/metrics.jsonl") if "growth/larger" in x]
+  assert [x["step"] for x in events] == [13, 24] and all(x["growth/larger"] > 0 for x in events)
+  assert json.loads((tmp_path / "a" / "batch_sizes.json").read_text()) == [64, 64, 128]
+  explicit = cfg.Phases(epochs=(0.0, 1.0), batch_sizes=(64, 128), follow="sqrt")
+  assert_same_bits(
+    grown.state, fit(dataclasses.replace(config, phases=explicit), tmp_path / "b").state
+  )
+
+
+@pytest.mark.parametrize("numbers, problem", [("text", "ValueError: could"), ("none", "Attribute")])
+def test_mistakes_of_a_rule_of_ones_own_are_one_line(numbers, problem, tmp_path):
+  phases = cfg.Growing(when=Agreeing(numbers=numbers), max_batch_size=128)
+  config = dataclasses.replace(load_config("configs/digits.py", OWN), phases=phases)
+  with config_error(match=rf"^\S+:\d+: Agreeing\.decide: {problem}"):
+    fit(config, tmp_path)
 
 
 CASES = {
@@ -87,11 +136,11 @@ def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
     loss, larger, off, error = (
       event[f"growth/{n}"] for n in ("loss", "larger_loss", "difference", "error")
     )
+    side = "above" if off - error > 0 else "perhaps above"
     assert line == (
-      f"step {event['step'] - 1}  batch size stays 64: over 512 examples the loss is "
-      f"{larger:.4f} at "
-      f"128 and {loss:.4f} at 64, a difference of {off:.4f} ± {error:.4f}, not surely at most "
-      "0.0000"
+      f"step {event['step'] - 1}  batch size stays 64: branches on the same 512 examples end at "
+      f"loss {larger:.4f} with 128 and {loss:.4f} with 64; the difference {off:.4f} ± {error:.4f} "
+      f"is {side} the margin of 0.0000"
     )
   assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 64, 64]
 

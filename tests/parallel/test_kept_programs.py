@@ -139,15 +139,17 @@ def test_what_a_kill_has_cut_short_is_compiled_again(start, tmp_path):
   assert start() == (COMPILED, [])
 
 
-def test_nothing_is_loaded_that_others_could_have_written(start, tmp_path):
+def test_nothing_is_loaded_that_others_could_have_written(start, tmp_path, shared_groups):
   start()
   kept = tmp_path / "compiled"
   users = tmp_path / "cache" / "jaxscale" / "compiled"
-  for folder in (kept, tmp_path):
-    folder.chmod(0o770)
-    moved = f"other users can write to {folder}: saving compiled programs in {users}"
-    assert start()[1] == [moved]
-    folder.chmod(0o700)
+  kept.chmod(0o770)
+  moved = f"other users can write to {kept}: saving compiled programs in {users}"
+  assert start()[1] == [moved]
+  kept.chmod(0o700)
+  tmp_path.chmod(0o770)  # as in a project's folder: others can only rename the programs' folder
+  assert start() == (LOADED, [])
+  tmp_path.chmod(0o700)
   kept.rename(tmp_path / "elsewhere")
   kept.symlink_to(tmp_path / "elsewhere")
   assert start() == (LOADED, [f"{kept} is not a folder: saving compiled programs in {users}"])

@@ -246,7 +246,8 @@ def streamed_reference(every, steps, delay, mixing, counts=(), last=None, rate=0
       w[:, part] = mixing * w[:, part] + (1 - mixing) * anchor[part]
     if t + 1 == last:
       for p in range(2):
-        if p not in arriving.values():
+        is_done = not delay and (t + 1) % every == p * every // 2
+        if p not in arriving.values() and not is_done:
           outer_step(members[p])
           w[:, members[p]] = anchor[members[p]]
   return anchor, w
@@ -260,6 +261,8 @@ STREAMS = [
   (2, 0.5, SLOW, None),
   (2, 0.0, (), 16),
   (0, 0.0, (), 16),
+  (0, 0.0, (), 18),  # a fragment is due after the last step itself
+  (1, 0.0, (), 18),
 ]
 
 

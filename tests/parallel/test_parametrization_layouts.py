@@ -14,7 +14,7 @@ from jaxscale import config as cfg
 from jaxscale.config.record import describe_run
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
-from jaxscale.experiment.model import make_factors, make_model
+from jaxscale.experiment.model import make_model, parametrized
 from jaxscale.mesh import batch_sharding
 from jaxscale.models.stack import stack_logits
 from jaxscale.optim import LeafFactors
@@ -74,10 +74,11 @@ def test_an_export_needs_no_multiplier():
   """The logits of stored parameters are those of the plain architecture."""
   config = config_of("one device", "adamw")
   info = data.TextInfo("words", 256, 16)
-  params = make_model(config, info).init(jax.random.key(0))
+  stack, _ = parametrized(config, info, make_model(config, info))
+  params = stack.init(jax.random.key(0))
   plain = models.make_transformer(vocab_size=256, num_layers=2, width=32, num_heads=4, hidden=64)
   batch = {"tokens": jnp.arange(32, dtype=jnp.int32).reshape(2, 16)}
-  found = stack_logits(make_model(config, info), params, batch)
+  found = stack_logits(stack, params, batch)
   np.testing.assert_array_equal(found, stack_logits(plain, params, batch))
 
 
@@ -102,11 +103,11 @@ class Halved(cfg.Parametrization):
 
 def test_a_parametrization_of_ones_own():
   config = config_of("one device", "adamw", parametrization=Halved())
-  factors = make_factors(config, info := data.TextInfo("words", 256, 16), make_model(config, info))
+  factors = build.experiment(config, devices=jax.devices()[:1]).factors
   assert factors == dict.fromkeys(("head/kernel", "head/norm/scale"), LeafFactors(rate=0.5))
   broken = type("Broken", (cfg.Parametrization,), {"build": lambda self, context: 3})
   with pytest.raises(ConfigError, match=r"Broken\.build returned int; return a dict from paths"):
-    make_model(small_config(parametrization=broken()), data.digits("test").info)
+    build.experiment(small_config(parametrization=broken()))
 
 
 class KilledError(Exception):

@@ -146,7 +146,7 @@ def damaged(run):
 
 
 HOSTILE = [
-  (world_writable, r"own:Net: cannot be loaded .*other users can write to .*code/own.py"),
+  (world_writable, r"own:Net, code that is not executed, since other users can .*code/own.py"),
   (edited(config__model={"class": "os:system"}), "system is not a settings class"),
   (edited(config__model={"class": "../own:Net"}), "is not the name of a module"),
   (edited(config__model={"class": "own:Other"}), "cannot be loaded from .*or use load"),

@@ -124,7 +124,7 @@ def test_a_process_0_that_is_not_understood_is_a_line(start):
       while not (came := acceptor.accept(1.0)):
         pass
       came[0][0].send(answer)
-      ((code, reported),) = ends([other])
+    ((code, reported),) = ends([other])
     came[0][0].close()
     assert code == 2, answer
     assert "process 0 on 127.0.0.1 exited before all had connected" in reported["error"]

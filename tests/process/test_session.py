@@ -14,16 +14,25 @@ from support.processes import free_port, killed_at_end, popen, run_group
 from support.tables import assignments
 
 POD = """
-import sys, time
+import os, sys, time
+from pathlib import Path
 import jax
 from jaxscale import cluster
-from jaxscale.cluster import detect
+from jaxscale.cluster import detect, host_collectives
 from jaxscale.cluster.launch import Launch
 # A TPU pod whose processes only JAX can count; what its chips say is set here.
 detect.detect = lambda env: Launch("tpu", 0, 0)
-found, (address, rank) = jax.distributed.initialize, sys.argv[1:]
+found, (address, rank, *workdir) = jax.distributed.initialize, sys.argv[1:]
 jax.distributed.initialize = lambda **given: found(address, 2, int(rank), **given)
-with cluster.open_session() as watch:
+sent, gather = [], host_collectives.gather_openly
+def gather_openly(value):
+  sent.append(value)
+  return gather(value)
+host_collectives.gather_openly = gather_openly
+def main():
+  with cluster.open_session(folder=Path(workdir[0], "faults") if workdir else None) as watch:
+    run(watch)
+def run(watch):
   assert watch.is_watched and jax.process_count() == 2
   print("up", jax.process_index(), flush=True)
   step = 0
@@ -31,7 +40,10 @@ with cluster.open_session() as watch:
     step += 1
     watch.at(step, "step")
     cluster.barrier(f"{step}")
-  print("stopped", why, step, flush=True)
+  assert not workdir or not os.listdir(workdir[0])
+  print("stopped", why, step, max(len(str(value)) for value in sent), flush=True)
+from jaxscale.errors import one_line_errors
+sys.exit(one_line_errors(main)())
 """
 
 BATCH = """
@@ -79,9 +91,12 @@ def line_with(process, word):
   return next(line for line in process.stdout if word in line)
 
 
-def test_where_only_jax_knows_the_others_they_connect_after_it(start):
-  port = free_port()
-  pair = [start(POD, f"127.0.0.1:{port}", str(rank)) for rank in range(2)]
+@pytest.mark.parametrize("source", ["variable", "file", "neither"])
+def test_where_only_jax_knows_the_others_they_connect_after_it(start, tmp_path, source):
+  """The run's secret goes over JAX's connections only if there is no other way."""
+  port, variable = free_port(), {"JAXSCALE_SECRET": "s" * 32 if source == "variable" else ""}
+  workdir = [str(tmp_path)] * (source == "file")
+  pair = [start(POD, f"127.0.0.1:{port}", str(rank), *workdir, **variable) for rank in range(2)]
   for rank, process in enumerate(pair):
     assert f"up {rank}" in line_with(process, "up")
   pair[1].send_signal(signal.SIGUSR1)
@@ -90,6 +105,18 @@ def test_where_only_jax_knows_the_others_they_connect_after_it(start):
   reported = [own_lines(out)[-1] for out, _ in ends]
   assert reported[0] == reported[1]
   assert reported[0].startswith(f"stopped SIGUSR1 at process 1 on {os.uname().nodename} ")
+  assert (int(reported[0].split()[-1]) >= 64) == (source == "neither")
+  warned = [line for line in ends[0][1].splitlines() if "open connections" in line]
+  assert (
+    warned
+    == [
+      "warning: other users may know the run's secret, which went over JAX's open connections, "
+      "because process 0 cannot read it from a file (the session has no workdir); set "
+      "JAXSCALE_SECRET to the same 64 random hex digits in all processes"
+    ]
+    * (source == "neither")
+    and "open" not in ends[1][1]
+  )
 
 
 EXIT = """

@@ -83,7 +83,7 @@ def test_what_was_sent_at_an_earlier_start_is_refused(start, attack, monkeypatch
     link.send({"from": 1})
     finish(before)
     link.close()
-  assert len(recorded) == 3  # a number, who it is, and that
+  assert len(recorded) == 5  # on each of two links a number and who it is, and that
   first = start(0, 3, run, set={"acceptor.PROOF_S": 1})
   connect(ports_of(run)[0]).close()
   stranger = attack("replay", ports_of(run), seconds=2, recorded=b"".join(recorded))

@@ -5,6 +5,7 @@ import stat
 
 import pytest
 
+from jaxscale import files
 from support.logs import logged
 
 
@@ -39,6 +40,12 @@ def photo():
 def own_cache(tmp_path, monkeypatch):
   """Give the test its own cache directory for prepared and compiled files."""
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def shared_groups(monkeypatch):
+  """Make all groups have other members, also those of one user."""
+  monkeypatch.setattr(files, "_is_private", lambda group: False)
 
 
 @pytest.fixture

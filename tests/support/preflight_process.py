@@ -8,12 +8,11 @@ import textwrap
 import time
 from pathlib import Path
 
+from jaxscale.cluster.group import Group, PeerError
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous.client import rendezvous
-from jaxscale.errors import ConfigError
 from jaxscale.jobs import preflight as checks
 from jaxscale.jobs.preflight.finding import Finding
-from jaxscale.jobs.preflight.group import Group
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 
@@ -84,7 +83,7 @@ def main(hosts, options, patch, envs):
   options = make_options(options)
   try:
     findings = checks.run_checks(group, options)
-  except ConfigError as e:
+  except PeerError as e:
     findings = [[False, str(e), ""]]
   seconds = time.monotonic() - began
   print(json.dumps([findings, seconds, "jax" in sys.modules]), flush=True)

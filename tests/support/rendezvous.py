@@ -10,6 +10,7 @@ import time
 from jaxscale.cluster import secret
 from jaxscale.cluster.rendezvous import network
 from jaxscale.cluster.rendezvous.handshake import Hello
+from jaxscale.cluster.wire import Link
 from support.commands import child_env
 from support.processes import killed_at_end, popen
 
@@ -111,10 +112,18 @@ def ports_of(name):
 
 
 def greet(name, hello, port=None):
-  """Return a link to process 0 of a run of this name, after sending it a hello."""
+  """Return a link to process 0 of a run of this name, after sending it a hello.
+
+  A process has a second link, which is closed with this one.
+  """
   connect(port or ports_of(name)[0]).close()  # it listens
   link = link_to(port or ports_of(name)[0], key_of(name))
   link.send(hello)
+  if isinstance(hello, Hello):
+    with contextlib.suppress(OSError, EOFError, ValueError):  # it has answered with an error
+      link.other = link_to(port or ports_of(name)[0], key_of(name))
+      link.close = lambda: (Link.close(link), link.other.close())
+      link.other.send({"values": hello.rank})
   return link
 
 

@@ -129,12 +129,12 @@ def point(**more):
 
 
 NOISE = {
-  (200.0, 150.0, 300.0): (True, "150 to 300 (95 %), surely above 128"),
-  (None, 150.0, None): (True, "150 to inf (95 %), surely above 128"),
-  (200.0, 100.0, 300.0): (False, "100 to 300 (95 %), perhaps below 128"),
-  (None, 3.0, None): (False, "3 to inf (95 %), perhaps below 128"),
-  (50.0, 30.0, 90.0): (False, "30 to 90 (95 %), surely below 128"),
-  (None, None, None): (False, "0 to inf (95 %), perhaps below 128"),
+  (200.0, 150.0, 300.0): (True, "150 to 300 examples (95 %), surely above 128"),
+  (None, 150.0, None): (True, "150 to inf examples (95 %), surely above 128"),
+  (200.0, 100.0, 300.0): (False, "100 to 300 examples (95 %), not surely above 128"),
+  (None, 3.0, None): (False, "3 to inf examples (95 %), not surely above 128"),
+  (50.0, 30.0, 90.0): (False, "30 to 90 examples (95 %), surely below 128"),
+  (None, None, None): (False, "not measured yet, not surely above 128"),
 }
 
 
@@ -156,13 +156,16 @@ def test_a_branch_decides_with_its_standard_error():
   grows, why, values = rule.decide(point(branch=lambda n: np.stack([small, small + off])))
   assert grows and values["larger_loss"] == pytest.approx((small + off)[10:].mean())
   assert why == (
-    f"over 2,560 examples the loss is {found.larger_loss:.4f} at 128 and {found.loss:.4f} at 64, a "
-    f"difference of {found.difference:.4f} ± {found.error:.4f}, at most {0.01 * found.loss:.4f}"
+    f"branches on the same 2,560 examples end at loss {found.larger_loss:.4f} with 128 and "
+    f"{found.loss:.4f} with 64; the difference {found.difference:.4f} ± {found.error:.4f} is "
+    f"within the margin of {0.01 * found.loss:.4f}"
   )
   # A mean within the margin whose error is not.
   wide = 0.01 * small[10:].mean() - 0.002 + 0.02 * np.array([1, -1] * 10)
   grows, why, _ = rule.decide(point(branch=lambda n: np.stack([small, small + wide])))
-  assert not grows and "not surely at most" in why
+  assert not grows and "is perhaps above the margin" in why
+  grows, why, _ = rule.decide(point(branch=lambda n: np.stack([small, small + wide + 0.1])))
+  assert not grows and "is above the margin" in why
   grows, _, _ = rule.decide(point(branch=lambda n: np.stack([small, small * np.nan])))
   assert not grows
 
@@ -182,10 +185,23 @@ class Unsorted(cfg.Growth):
     return (500.0, 300.0)
 
 
+def rule_with(*points):
+  return type("Points", (cfg.Growth,), {"build": lambda self, context: points})()
+
+
 MISTAKES = {
+  "late": (
+    dict(when=cfg.AtExamples(epochs=(10,))),
+    r"it may grow after \[64000.0\] of 64,000 examples.* before the end",
+  ),
+  "words": (dict(when=rule_with("a", "b")), r"Points\.build returned tuple; return .* numbers"),
+  "nan": (
+    dict(when=rule_with(math.nan, 64.0)),
+    r"Points\.build returned tuple; return a tuple of finite numbers",
+  ),
   "rising": (dict(schedule=Rising()), r"this one rises at step 500; use AtExamples"),
-  "constant": (dict(schedule=Flat()), "never grows: it has the points"),
-  "most": (dict(max_batch_size=100), "at most 100 examples; give .* a larger max_batch_size"),
+  "constant": (dict(schedule=Flat()), "never grows: it may grow after"),
+  "most": (dict(max_batch_size=100), "examples, to 100; give .* a larger max_batch_size"),
   "unsorted": (dict(when=Unsorted()), "give positive, increasing points"),
   "noise": (dict(when=cfg.ByNoiseScale()), "set Config.noise_scale=True"),
   "neutral": (dict(follow="neutral"), None),

@@ -11,7 +11,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import data, optim
 from jaxscale.errors import ConfigError
-from jaxscale.experiment.model import as_functions, make_factors, make_model
+from jaxscale.experiment.model import as_functions, make_model, parametrized
 from jaxscale.experiment.optimizer import make_optimizer
 from jaxscale.models.stack import stack_logits
 from jaxscale.optim.tree_paths import path_name
@@ -33,8 +33,12 @@ def text_config(width, num_layers, parametrization, optimizer=None, clip_norm=No
   return small_config(parametrization=parametrization, **parts)
 
 
+def model_and_factors(config, info=TEXT):
+  return parametrized(config, info, make_model(config, info))
+
+
 def factors_of(config, info=TEXT):
-  return make_factors(config, info, make_model(config, info))
+  return model_and_factors(config, info)[1]
 
 
 def leaves_of(tree):
@@ -128,7 +132,7 @@ def test_vit_scales_its_own_initialization_once():
   assert found["layers/o/bias"] == ("vector", 1 / 2, 1 / 2, 2, 1 / 4)
   assert found["head/kernel"] == ("output", 1 / 4, 1 / 4, 4, 4)
   assert found["head/bias"] == ("fixed", 1, 1, 1, 1)
-  started = leaves_of(make_model(wide, info).init(jax.random.key(0)))
+  started = leaves_of(model_and_factors(wide, info)[0].init(jax.random.key(0)))
   # Glorot's rule has the factor 1/2 itself.
   bound = np.sqrt(6 / (64 + 64))
   np.testing.assert_allclose(np.std(started["layers/k/kernel"]) * 3**0.5, bound, rtol=0.05)
@@ -143,7 +147,7 @@ def test_initial_values_are_those_of_the_base_times_the_factors(tied):
   config = text_config(64, 8, cfg.CompleteP(base=BASE), tied=tied)
   small = text_config(16, 2, cfg.Standard(), tied=tied)
   key = jax.random.key(3)
-  found, base = (leaves_of(make_model(c, TEXT).init(key)) for c in (config, small))
+  found, base = (leaves_of(model_and_factors(c)[0].init(key)) for c in (config, small))
   for path, factors in factors_of(config).items():
     np.testing.assert_allclose(rms(found[path]), rms(base[path]) * factors.stored()[0], rtol=1e-5)
 
@@ -152,7 +156,7 @@ def test_nothing_changes_at_the_sizes_of_the_base():
   config = text_config(16, 2, cfg.CompleteP(base=BASE))
   plain = dataclasses.replace(config, parametrization=cfg.Standard())
   key = jax.random.key(3)
-  models = [make_model(c, TEXT) for c in (config, plain)]
+  models = [model_and_factors(c)[0] for c in (config, plain)]
   for a, b in zip(*(jax.tree.leaves(m.init(key)) for m in models), strict=True):
     np.testing.assert_array_equal(a, b)
   assert all(f.stored() == (1, 1, 1, 1) for f in factors_of(config).values())
@@ -161,8 +165,8 @@ def test_nothing_changes_at_the_sizes_of_the_base():
 def test_one_step_of_adamw_is_that_of_multipliers_in_the_forward_pass():
   """In float64: parameters v with the multipliers c in the forward pass, w = c v."""
   config = text_config(64, 8, cfg.CompleteP(base=BASE), clip_norm=0.5)
-  factors, model = factors_of(config), as_functions(make_model(config, TEXT))
-  params = model.init(jax.random.key(0))[0]
+  model, factors = model_and_factors(config)
+  params = as_functions(model).init(jax.random.key(0))[0]
   rng = np.random.default_rng(0)
   grads = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 1e-3, params)
   tx = make_optimizer(config, lambda step: 0.01, 0, None, factors)
@@ -182,11 +186,11 @@ def coordinates(width, depth, parametrization, steps=4, lr=0.02, optimizer=None)
   """Return the mean sizes of the last hidden state's change and of the logits after steps."""
   optimizer = optimizer or cfg.AdamW(lr=lr, weight_decay=0.0)
   config = text_config(width, depth, parametrization, optimizer)
-  stack = make_model(config, TEXT)
+  stack, factors = model_and_factors(config)
   params = stack.init(jax.random.key(0))
   tokens = jax.random.randint(jax.random.key(1), (8, 9), 0, 60)
   batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-  tx = make_optimizer(config, lambda step: lr, 0, None, make_factors(config, TEXT, stack))
+  tx = make_optimizer(config, lambda step: lr, 0, None, factors)
 
   def loss(params):
     logits = stack_logits(stack, params, batch)
@@ -263,11 +267,11 @@ REFUSED = [
 def test_what_has_no_rule_is_refused(fields, message):
   config = text_config(64, 8, cfg.CompleteP(base=BASE))
   with pytest.raises(ConfigError, match=message):
-    make_model(dataclasses.replace(config, **fields), TEXT)
+    factors_of(dataclasses.replace(config, **fields))
 
 
 def test_a_base_of_another_structure_is_refused():
   base = cfg.MuP(base={"pool": "mean"})
   vit = dict(model=cfg.ViT(patch=4, width=16, num_heads=4), optimizer=cfg.AdamW(lr=0.01))
   with pytest.raises(ConfigError, match=r"MuP\.base gives .* e\.g\. embed/class_token; change"):
-    make_model(small_config(**vit, parametrization=base), data.digits("test").info)
+    factors_of(small_config(**vit, parametrization=base), data.digits("test").info)

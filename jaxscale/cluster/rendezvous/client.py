@@ -83,6 +83,7 @@ class ProcessGroup(NamedTuple):
   key: bytes = b""  # known to the processes of this run only
   reserved: socket.socket | None = None  # keeps the coordinator's port for process 0
   share: tuple[int, int] = (0, 1)  # index and number of the processes with the same CPUs
+  value_links: Mapping[int, Link] = {}  # second connections to the same processes, for `group`
 
 
 def rendezvous(
@@ -130,8 +131,12 @@ def rendezvous(
   host = launch.host or LOOPBACK
   target = _Target(launch, host, network.resolve(host, patience_s), ports, key)
   group = (_connect if launch.process_id else _listen)(hello, target, timeout_s)
+
   # A forked worker that outlives this process must not keep it alive for others.
-  os.register_at_fork(after_in_child=lambda: server.close_all(group.links.values()))
+  def close_links() -> None:
+    server.close_all([*group.links.values(), *group.value_links.values()])
+
+  os.register_at_fork(after_in_child=close_links)
   return group
 
 
@@ -186,9 +191,9 @@ def _listen(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     hello = hello._replace(error=f"no free port for JAX's coordinator {among}")
   place_it = functools.partial(_place_coordinator, port)
   try:
-    with Acceptor(listeners, key, launch.num_processes) as acceptor:
+    with Acceptor(listeners, key, 2 * launch.num_processes) as acceptor:
       served = server.serve(launch, hello, acceptor, timeout_s, place_it, note)
-      hosts, links, coordinator, shares = served
+      hosts, links, value_links, coordinator, shares = served
   except BaseException:
     if reserved:
       reserved.close()
@@ -197,7 +202,7 @@ def _listen(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     (address,) = network.own_address(links.values()) or ["::"]
     coordinator = network.join_address(address, port)
   own = 0, launch.num_processes, hosts, coordinator, links, key, reserved
-  return ProcessGroup(*own, (shares[0][0], shares[0][1]))
+  return ProcessGroup(*own, (shares[0][0], shares[0][1]), value_links)
 
 
 def _place_coordinator(port: int, hellos: Mapping[int, Hello]) -> str:
@@ -234,8 +239,13 @@ def _remove(folder: str, process: int) -> None:
 def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
   """Run the rendezvous in a process other than 0."""
   link = _find_process_0(hello, target, timeout_s)
+  links = [link]
   try:
     link.send(hello, timeout=ANSWER_S)
+    if value_link := _connect_again(link, target.key):
+      links.append(value_link)
+      with contextlib.suppress(OSError):  # the other link has an error to read
+        value_link.send({"values": hello.rank}, timeout=ANSWER_S)
     answer = wire.typed(dict[str, Any], link.receive(timeout_s + GRACE_S))
     if "error" in answer:
       raise ConfigError(wire.typed(str, answer["error"]))
@@ -243,10 +253,10 @@ def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     is_port = coordinator.isdigit() and int(coordinator) < 1 << 16
     index, count = shares[hello.rank] if len(shares) == len(hosts) else (0, 0)
     is_whole = len(hosts) == hello.num_processes and 0 <= index < count
-    if not is_whole or not (is_port or coordinator.startswith("unix:/")):
+    if not value_link or not is_whole or not (is_port or coordinator.startswith("unix:/")):
       raise ValueError("it sent an invalid answer")
   except BaseException as e:
-    link.close()
+    server.close_all(links)
     if not isinstance(e, OSError | EOFError | ValueError) or isinstance(e, ConfigError):
       raise
     problem = f"process 0 on {target.host} exited before all had connected ({e}); see its output"
@@ -256,7 +266,18 @@ def _connect(hello: Hello, target: _Target, timeout_s: float) -> ProcessGroup:
     seen = network.peer_address(link) or target.addresses[0]
     coordinator = network.join_address(seen, int(coordinator))
   own = hello.rank, hello.num_processes, hosts, coordinator, {0: link}, target.key
-  return ProcessGroup(*own, share=(index, count))
+  return ProcessGroup(*own, share=(index, count), value_links={0: value_link})
+
+
+def _connect_again(link: Link, key: bytes) -> Link | None:
+  """Return a second link to process 0; None if process 0 has already answered with an error."""
+  address, port = link.sock.getpeername()[:2]
+  pause_s = 0.0
+  while not wire.is_ready(link, time.monotonic() + pause_s):
+    if isinstance(other := _try(address, port, key), Link):
+      return other
+    pause_s = _CHECK_S
+  return None
 
 
 def _find_process_0(hello: Hello, target: _Target, timeout_s: float) -> Link:

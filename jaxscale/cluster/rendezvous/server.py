@@ -32,7 +32,7 @@ Place = Callable[[Mapping[int, Hello]], str]  # see `serve`
 
 def serve(
   launch: Launch, hello: Hello, acceptor: Acceptor, timeout_s: float, place: Place, note: str = ""
-) -> tuple[list[str], dict[int, Link], str, list[list[int]]]:
+) -> tuple[list[str], dict[int, Link], dict[int, Link], str, list[list[int]]]:
   """Wait for all other processes, and send each of them "go" or an error.
 
   Args:
@@ -44,8 +44,8 @@ def serve(
     note: text to append to the line about missing processes.
 
   Returns:
-    The hosts by rank, the connections by rank, without 0, the coordinator, and the shares
-    by rank (`handshake.shares`).
+    The hosts by rank, the connections by rank, without 0, those for values, the coordinator,
+    and the shares by rank (`handshake.shares`).
 
   Raises:
     ConfigError: the error that every process got.
@@ -58,8 +58,9 @@ def serve(
       hosts = [server.hellos[rank].node for rank in range(launch.num_processes)]
       chosen = place(server.hellos)
       server.send_go(chosen, hosts)
-      kept = set(server.links.values())
-      return hosts, server.links, chosen, handshake.shares(server.hellos)
+      kept = {*server.links.values(), *server.value_links.values()}
+      shares = handshake.shares(server.hellos)
+      return hosts, server.links, server.value_links, chosen, shares
     finally:
       close_all(server.connected - kept)
       if strangers := acceptor.describe_refused():
@@ -74,7 +75,8 @@ class _Server:
     self.selector = selectors.DefaultSelector()
     self.connected: set[Link] = set()
     self.hellos = {0: hello}
-    self.links: dict[int, Link] = {}
+    self.links: dict[int, Link] = {}  # for the watch
+    self.value_links: dict[int, Link] = {}  # for `group`
     self.errors: list[str] = []
     self.seen = {hello[:4]}  # rank, number, node and pid of all that sent a hello
     self.sent_error = ""  # to all
@@ -92,10 +94,11 @@ class _Server:
     while True:
       self._receive(_CHECK_S)
       now = time.monotonic()
-      if now < next_check and len(self.links) < total - 1:
+      if now < next_check and min(len(self.links), len(self.value_links)) < total - 1:
         continue  # thousands may be connecting, and the checks take time
       next_check = now + _CHECK_S
-      missing = [r for r in range(1, total) if r not in self.links]
+      connected = self.links.keys() & self.value_links.keys()
+      missing = [r for r in range(1, total) if r not in connected]
       errors = self._find_errors()
       if not errors and not missing and not self.sent_error:
         return
@@ -167,10 +170,13 @@ class _Server:
         self._drop(link)
 
   def _greet(self, link: Link, message: Any) -> None:
-    """Handle the description of a process that has connected."""
+    """Handle the first message of a connection: a description, or a rank and "values"."""
     self.selector.register(link, selectors.EVENT_READ)
     self.connected.add(link)
     try:
+      if isinstance(message, dict):
+        self.value_links.setdefault(wire.typed(int, message.get("values")), link)
+        return
       hello = wire.parse(Hello, message)
     except ValueError as e:
       who = f"a process on {network.peer_address(link)}"
@@ -210,13 +216,13 @@ def close_all(links: Iterable[Any]) -> None:
 
 
 def _allow_files(num_processes: int) -> None:
-  """Raise the limit of open files for two connections per process: ours and JAX's.
+  """Raise the limit of open files for three connections per process: our two and JAX's.
 
   The soft limit is often 1,024 (systemd's DefaultLimitNOFILE=1024:524288,
   systemd-system.conf(5)). A process may raise it up to the hard limit (getrlimit(2)).
   """
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  need = 2 * num_processes + 256  # and libraries, checkpoints, logs
+  need = 3 * num_processes + 256  # and libraries, checkpoints, logs
   enough = 2 * need + 512  # the data pipeline uses half of the limit (data/tfrecord.py)
   if soft == resource.RLIM_INFINITY or soft >= enough:
     return

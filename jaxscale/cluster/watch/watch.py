@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from jaxscale.cluster.group import PeerError
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import beats, fault_detection, stacks
 from jaxscale.cluster.watch.fault_detection import describe_position
@@ -47,7 +48,8 @@ def failure_of(error: BaseException) -> Failure:
     ('ValueError: no such class', 1, False)
   """
   if message := user_message(error):
-    return Failure(message.line, message.code, is_user_error=True)
+    is_lost = isinstance(error, PeerError) and error.is_lost
+    return Failure(message.line, message.code, is_lost, not is_lost)
   first, name = (str(error).splitlines() or [""])[0], type(error).__name__
   if isinstance(error, SystemExit) and isinstance(error.code, int):
     return Failure(f"{name}: {first}", error.code)

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.cluster.group import Group, barrier, broadcast, gather
 from jaxscale.errors import EXIT_DONE, EXIT_USER
 from jaxscale.jobs.preflight import devices, disk, shared_files, software
 from jaxscale.jobs.preflight.finding import Facts, Finding, report
-from jaxscale.jobs.preflight.group import Group, barrier, broadcast, gather
 from jaxscale.metrics.text import few, plural
 
 __all__ = ["CHECKS", "Check", "Options", "check", "run_checks"]
@@ -32,12 +32,14 @@ class Options(NamedTuple):
     config: the config of the run as `FILE[:arg]`; None checks without a config.
     overrides: overrides of the config, as text by dotted field.
     skip: checks to skip, by name in `CHECKS`.
+    trust: whether to execute code of a run that others could have written.
   """
 
   workdir: Path = Path()
   config: str | None = None
   overrides: Mapping[str, str] = {}
   skip: tuple[str, ...] = ()
+  trust: bool = False
 
 
 class Check(NamedTuple):
@@ -94,7 +96,7 @@ def run_checks(group: Group, options: Options) -> list[Finding]:
     options: the options of the preflight.
 
   Raises:
-    ConfigError: the connection to a process was lost.
+    PeerError: the connection to a process was lost.
 
   Example:
     >>> run_checks(Group(0, ("n1",), {}), Options(skip=tuple(CHECKS)))

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cluster.environment import gpu_problem
+from jaxscale.cluster.group import Group
 from jaxscale.cluster.rendezvous.handshake import ranks_with_hosts
 from jaxscale.config.loading import load_config
 from jaxscale.errors import ConfigError
 from jaxscale.jobs.preflight.child import ask
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
-from jaxscale.jobs.preflight.group import Group
 from jaxscale.metrics.text import byte_size, grouped, plural
 
 
@@ -26,7 +26,8 @@ def measure(group: Group, options: Any, facts: Facts) -> dict[str, Any]:
 
 
 def _config(options: Any) -> dict[str, Any]:
-  return {"config": options.config, "overrides": dict(options.overrides)}
+  chosen = {"config": options.config, "overrides": dict(options.overrides)}
+  return chosen | {"trust": options.trust}
 
 
 def findings(results: Results, group: Group, options: Any, facts: Facts) -> list[Finding]:
@@ -109,12 +110,13 @@ def _errors(results: Results, hosts: Sequence[str], key: str) -> list[Finding]:
   return wrong
 
 
-def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
+def look(config: str | None, overrides: dict[str, str], trust: bool = False) -> dict[str, Any]:
   """Test the devices of this process and open the data of a config.
 
   Args:
     config: the config as `FILE[:arg]`, or None.
     overrides: overrides of the config, as text by dotted field.
+    trust: whether to execute code of a run that others could have written.
   """
   import jax
   import jax.numpy as jnp
@@ -137,7 +139,7 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
   from jaxscale.experiment import build
 
   try:
-    train, validation = build.make_data(load_config(config, overrides))
+    train, validation = build.make_data(load_config(config, overrides, trust=trust))
     for dataset in (train, validation):
       check_readable(dataset)
   except (ConfigError, OSError) as e:
@@ -146,12 +148,15 @@ def look(config: str | None, overrides: dict[str, str]) -> dict[str, Any]:
   return results | {"data": numbers}
 
 
-def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]:
+def fits(
+  config: str, overrides: dict[str, str], workdir: str, trust: bool = False
+) -> dict[str, Any]:
   """Check that a config can run on the simulated devices of this process.
 
   Args:
     config: the config as `FILE[:arg]`.
     overrides: overrides of the config, as text by dotted field.
+    trust: whether to execute code of a run that others could have written.
     workdir: the workdir, from which the run may resume.
 
   Returns:
@@ -162,7 +167,7 @@ def fits(config: str, overrides: dict[str, str], workdir: str) -> dict[str, Any]
   from jaxscale.run.workdir import experiment_in
 
   try:
-    experiment = experiment_in(Path(workdir), load_config(config, overrides))
+    experiment = experiment_in(Path(workdir), load_config(config, overrides, trust=trust))
   except (ConfigError, OSError) as e:
     return {"error": str(e)}
   keep, size = experiment.config.checkpoint, payload_bytes(experiment.abstract_state())

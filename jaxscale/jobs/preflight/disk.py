@@ -8,8 +8,8 @@ import statistics
 import time
 from typing import Any
 
+from jaxscale.cluster.group import Group, barrier
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results
-from jaxscale.jobs.preflight.group import Group, barrier
 from jaxscale.jobs.preflight.shared_files import attempt
 from jaxscale.metrics.text import byte_size
 

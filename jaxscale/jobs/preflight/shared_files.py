@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxscale.cluster.group import Group, barrier, broadcast
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results
-from jaxscale.jobs.preflight.group import Group, barrier, broadcast
 
 # NFS caches directory entries for up to acdirmax = 60 s (man 5 nfs). A run that waits this
 # long for files of other hosts works, but slowly.

@@ -13,10 +13,10 @@ from typing import Any
 
 from jaxscale.cluster import gpu_settings
 from jaxscale.cluster.detect import Launch, visible_gpus
+from jaxscale.cluster.group import Group, gather
 from jaxscale.cluster.rendezvous import handshake, network
 from jaxscale.files import output_of, readable_text, whole_number
 from jaxscale.jobs.preflight.finding import Facts, Finding, Results, outliers
-from jaxscale.jobs.preflight.group import Group, gather
 from jaxscale.metrics.text import byte_size
 
 PACKAGES = """
@@ -186,9 +186,9 @@ def _names(results: Results, hosts: Sequence[str]) -> Iterator[Finding]:
 
 def _limits(results: Results, hosts: Sequence[str]) -> list[Finding]:
   """Return findings on system limits that later fail in MPI, NCCL or the rendezvous."""
-  # A run needs two sockets per process, and files of data and checkpoints. It raises its
+  # A run needs three sockets per process, and files of data and checkpoints. It raises its
   # soft limit itself, up to the hard one.
-  needed, wrong = 2 * len(hosts) + 256, []
+  needed, wrong = 3 * len(hosts) + 256, []
   for host, each in dict(zip(reversed(hosts), reversed(results), strict=True)).items():
     hard, locked, shm = each["files"][1], each["locked"], each["shm"]
     if 0 <= hard < needed:

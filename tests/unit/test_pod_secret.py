@@ -1,0 +1,111 @@
+"""The secret of processes that only JAX has connected: from a private file, or a line says so."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from jaxscale.cluster import pod_secret, secret
+from jaxscale.errors import ConfigError
+
+COUNT = 3
+
+
+@pytest.fixture
+def agree(tmp_path):
+  """Return a function that agrees on a secret in threads, by rank: secrets or errors, and calls."""
+
+  def run(workdirs=(tmp_path,) * COUNT, envs=({},) * COUNT):
+    calls, results = [[None] * COUNT], [None] * COUNT
+    barrier = threading.Barrier(COUNT, action=lambda: calls.append([None] * COUNT))
+
+    def process(rank):
+      def gather(value):
+        calls[-1][rank] = value
+        barrier.wait(60)
+        return calls[-2]
+
+      try:
+        results[rank] = pod_secret.agree(workdirs[rank], rank, gather, envs[rank])
+      except ConfigError as e:
+        results[rank] = e
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(COUNT)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(100)
+    return results, calls[:-1]
+
+  return run
+
+
+def test_the_file_is_private_and_is_gone_when_all_have_read_it(agree, tmp_path, monkeypatch):
+  modes, read = [], secret.read_file
+
+  def read_file(path):
+    modes.append(stat.S_IMODE(path.stat().st_mode))
+    return read(path)
+
+  monkeypatch.setattr(pod_secret, "read_file", read_file)
+  umask = os.umask(0)
+  try:
+    results, calls = agree((tmp_path / "runs" / "a",) * COUNT)
+  finally:
+    os.umask(umask)
+  assert len({*results}) == 1 and len(results[0]) == 32 and modes == [0o600] * (COUNT + 1)
+  assert not any(tmp_path.glob("runs/a/.*")) and results[0].hex() not in str(calls)
+  assert agree()[0] != results  # a new one for each start
+
+
+def test_the_variable_counts_and_must_be_set_everywhere(agree):
+  env = {"JAXSCALE_SECRET": "x" * 40}
+  results, calls = agree(envs=(env,) * COUNT)
+  assert results == [secret.find_secret(env)] * COUNT and len(calls) == 1
+  results, _ = agree(envs=(env, {}, env))
+  assert {str(e) for e in results} == {
+    "JAXSCALE_SECRET: not set in process 1; set JAXSCALE_SECRET to the same 64 random hex "
+    "digits in all processes"
+  }
+
+
+def test_a_workdir_that_is_not_shared_is_one_warning(agree, tmp_path, capfd):
+  results, calls = agree((tmp_path / "a", tmp_path / "a", tmp_path / "b"))
+  assert len({*results}) == 1 and results[0].hex() == calls[-1][0]
+  (line,) = capfd.readouterr().err.splitlines()
+  assert "because process 2 cannot read it from a file (" in line
+  assert line.startswith("warning: other users may know the run's secret") and "No such" in line
+
+
+def test_a_workdir_that_cannot_be_written_is_one_warning(agree, tmp_path, capfd):
+  (tmp_path / "file").write_text("")
+  results, _ = agree((tmp_path / "file" / "a",) * COUNT)
+  assert len({*results}) == 1
+  assert "because process 0 cannot read it from a file (" in capfd.readouterr().err
+
+
+REPLACED = {
+  "a link": lambda path: (path.unlink(), path.symlink_to("/etc/hostname")),
+  "removed": lambda path: path.unlink(),
+  "readable": lambda path: path.chmod(0o644),
+  "damaged": lambda path: path.write_text("0" * 63),
+  "another user's": lambda path: os.chown(path, 65534, 65534),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_file_that_another_user_has_replaced_is_never_believed(agree, monkeypatch, how):
+  if how == "another user's" and os.geteuid():
+    pytest.skip("only root can give a file away")
+  create = pod_secret._create
+
+  def replaced(workdir):
+    name, problem = create(workdir)
+    REPLACED[how](workdir / name)
+    return name, problem
+
+  monkeypatch.setattr(pod_secret, "_create", replaced)
+  results, calls = agree()
+  assert all(isinstance(e, ConfigError) for e in results) and len({str(e) for e in results}) == 1
+  assert ".secret-" in str(results[0]) and not any(isinstance(v, str) for v in calls[-1])
