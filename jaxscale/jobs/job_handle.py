@@ -150,7 +150,7 @@ def checked_loader(config: str | Config, processes: int = 1, trust: bool = False
   return load
 
 
-def _path_and_source(config: str | Config, trust: bool) -> tuple[str, str | None]:
+def _path_and_source(config: str | Config, trust: bool = False) -> tuple[str, str | None]:
   """Return a config's `FILE[:arg]`, and the source that rebuilds a config object."""
   if isinstance(config, str):
     if recorded_run(config) is None:
@@ -212,7 +212,8 @@ def submit(config: str | Config, **options: Any) -> Job:
       field; `site`, a site profile; `executor`, "slurm" or "local" (default: Slurm if
       sbatch is installed); `requeue`, the largest number of restarts; `preflight`, whether
       to check the nodes first; `plan`, a file of `jaxscale plan` to compare the run with;
-      `runs`, the directory of all runs; and any of `site.OPTIONS`, e.g. time="24:00:00".
+      `runs`, the directory of all runs; `trust`, whether to execute code of a run that others
+      could have written; and any of `site.OPTIONS`, e.g. time="24:00:00".
 
   Raises:
     ConfigError: an option is invalid; nothing was submitted.
