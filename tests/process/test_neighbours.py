@@ -165,3 +165,16 @@ def test_jaxs_coordinator_is_not_put_into_a_folder_of_another_user(users):
   assert done.stderr.startswith(f"note: TMPDIR={theirs}: ")
   assert "set TMPDIR to a folder of yours" in done.stderr
   assert list(theirs.iterdir()) == []
+
+
+def test_code_that_anybody_could_have_put_there_is_not_resumed(users):
+  """In a scratch directory without the sticky bit, whatever the owner of the files."""
+  folder = users.make("open", 0, 0o777) / "mine"
+  (folder / "code").mkdir(parents=True)
+  spec = RUN._replace(executor="local", name="mine", folder=str(folder))
+  folders.write_spec(spec, ("process.sh", ""))
+  users.give(folder, VICTIM)
+  done = users.jaxscale("resume", folder)
+  problem = "mine has code that is executed, and other users can write to"
+  assert done.returncode == 2 and problem in done.stderr, done
+  assert done.stderr.endswith("have its owner resume it, or add --trust if you trust them\n")
