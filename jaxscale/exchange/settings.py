@@ -302,6 +302,5 @@ class SyncEASGD(LocalSGD):
 
   def build(self, context: SyncContext) -> exchange.local_updates.LocalUpdate:
     every, workers, rate = self.sync_every_steps, context.num_workers, self.moving_rate
-    return self._with_steps(
-      exchange.local_updates.elastic_averaging(every, workers, rate=rate), context
-    )
+    method = exchange.local_updates.elastic_averaging(every, workers, rate=rate)
+    return self._with_steps(method, context)
