@@ -16,11 +16,13 @@ import sys
 # only on PYTHONPATH has no package metadata.
 __version__ = "0.3.0"
 
-if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+_is_command = sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]
+if _is_command and not sys.flags.safe_path:
   # `python -m jaxscale` puts the current directory first on the path, so that a random.py in
   # it, which anybody may have written, would be imported. Only a source tree stays, at the end.
-  first = [] if sys.flags.safe_path else [sys.path.pop(0)]
-  sys.path += [p for p in first if p == os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+  sys.path[:] = sys.path[1:] + [path for path in sys.path[:1] if path == _ROOT]
 
 if sys.argv[:1] == ["-m"] and not importlib.util.find_spec("jax"):
   # A newcomer may run `python3 -m jaxscale` with a Python that lacks the packages.
