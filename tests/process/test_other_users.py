@@ -1,4 +1,4 @@
-"""What another user writes is not executed: runs, compiled programs, and the folders they are in.
+"""Runs and compiled programs of another user, who can rename folders: nothing is executed.
 
 Each test has two users: the victim, who runs our commands, and the attacker, by uid.
 """
