@@ -8,7 +8,6 @@ The public names are those in `__init__.pyi`. They are imported on first access,
 `--help` and errors in a config do not wait for the import of JAX.
 """
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -17,13 +16,13 @@ import sys
 # only on PYTHONPATH has no package metadata.
 __version__ = "0.3.0"
 
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
 if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
-  # `python -m jaxscale` puts the current directory first on the path, so that a random.py
-  # in it would be imported instead of Python's. At the end of the path it hides nothing.
-  if not sys.flags.safe_path:
-    del sys.path[0]
-  with contextlib.suppress(OSError):  # the current directory may be deleted
-    sys.path.append(os.getcwd())
+  # `python -m jaxscale` puts the current directory first on the path, so that a random.py in
+  # it, which anybody may have written, would be imported. Only a source tree stays, at the end.
+  if not sys.flags.safe_path and (first := sys.path.pop(0)) == _ROOT:
+    sys.path.append(first)
 
 if sys.argv[:1] == ["-m"] and not importlib.util.find_spec("jax"):
   # A newcomer may run `python3 -m jaxscale` with a Python that lacks the packages.

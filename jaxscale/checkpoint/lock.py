@@ -32,7 +32,7 @@ from jaxscale import cluster
 from jaxscale.cluster import schedulers
 from jaxscale.cluster.rendezvous.network import namespace
 from jaxscale.errors import ConfigError, GiveUpError, invalid, printable, unwritable
-from jaxscale.files import read_json, whole_number
+from jaxscale.files import read_json, user_name, whole_number
 
 RENEW_S = 5.0  # between renewals, each of which is one request to the file server
 EXPIRE_S = 60.0  # A lock without renewal for so long is free: 12 renewals were missed.
@@ -397,7 +397,8 @@ def _check(directory: Path) -> None:
   status = directory.lstat()
   is_open = stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_IWOTH
   if is_open and status.st_uid not in (os.geteuid(), 0):
-    problem = f"belongs to another user (uid {status.st_uid}) and is a link or open to all"
+    owner = user_name(status.st_uid)
+    problem = f"belongs to another user ({owner}) and is a link or open to all"
     raise invalid(str(directory), ..., problem, "remove it, or use another --workdir")
 
 

@@ -75,11 +75,13 @@ def in_session(args: Namespace, work: Any) -> int | None:
   from jaxscale import cluster
   from jaxscale.cluster.watch.stop_consensus import StopRequested
   from jaxscale.config.loading import evaluated_config
+  from jaxscale.files import unsafe_owner
   from jaxscale.run.session import open_session, report_stop
 
   described, config = evaluated_config(str(workdir_of(args)), args.overrides, trust=args.trust)
   options = {"step": args.step, "path": Path(args.data) if args.data else None}
-  with open_session(config, described.workdir) as watch:
+  workdir = described.workdir
+  with open_session(config, None if unsafe_owner(workdir, is_folder=True) else workdir) as watch:
     try:
       line = work(described, config, watch, **options)
     except StopRequested:

@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
   parser.option("--nodes N", "the number of nodes (default: as before)", whole(1))
   parser.option("--spares N", "the number of spare nodes (default: as before)", whole())
   add_accept_changes(parser)
-  parser.flag("--trust", "execute the code of a run of another user", default=None)
+  parser.trust()
   submit.add_site_arguments(parser)
 
 

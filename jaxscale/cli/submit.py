@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale.cli.parser import Namespace, Parser, directory, whole
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 
 # Options of `jobs.submit` in addition to those of the site's profile.
 _OPTIONS = ("name", "runs", "site", "executor", "requeue", "spares", "preflight", "trust")
@@ -105,12 +105,15 @@ def _take_plan(args: Namespace) -> None:
   Raises:
     ConfigError: the file is not a plan, or --config is also given.
   """
-  from jaxscale.files import require_json
+  from jaxscale.files import require_json, unsafe_owner
 
   if args.config:
     raise ConfigError(f"--config={args.config}: cannot be used with --plan; give one of them")
   shape = {"submit": {"config": str, "overrides": {str: str}, "nodes": int}}
   submit = require_json(Path(args.plan), shape, "give the plan.json of `jaxscale plan`")["submit"]
+  if not args.trust and (others := unsafe_owner(Path(args.plan).resolve())):
+    problem = f"has a config and a site, which are executed, and {others}"
+    raise invalid("--plan", args.plan, problem, "add --trust, or give --config instead")
   if "tpus" in submit:
     what = f"note: {submit['tpus']} are TPUs, which Slurm does not manage"
     print(f"{what}; on a pod use launch/tpu_pod.sh", file=sys.stderr)

@@ -141,6 +141,10 @@ def _meant(error: Exception) -> str:
   elif isinstance(error, NameError):
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     names = frame.f_globals | frame.f_locals
+  elif isinstance(error, ModuleNotFoundError):
+    name = (error.name or "").partition(".")[0]
+    is_near = bool(name) and (Path(name).is_dir() or Path(f"{name}.py").is_file())
+    return "; to import it from the current directory, set PYTHONPATH=." * is_near
   else:
     return ""
   name = error.name or ""

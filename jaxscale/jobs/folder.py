@@ -32,6 +32,7 @@ from jaxscale.files import (
   read_json_lines,
   replace_text,
   require_json,
+  user_name,
   write_json,
 )
 from jaxscale.jobs.spec import SHAPE, JobSpec, from_json, to_json
@@ -194,7 +195,7 @@ def require_own(folder: Path, fix: str) -> None:
   for path in (folder / name for name in _DECISIVE):
     with contextlib.suppress(FileNotFoundError):
       if (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
-        raise invalid(str(path), ..., f"belongs to another user (uid {owner})", fix)
+        raise invalid(str(path), ..., f"belongs to another user ({user_name(owner)})", fix)
 
 
 def locate(name: str, runs: str, *files: str) -> Path | None:

@@ -21,7 +21,7 @@ from jaxscale.config.config_file import check_not_loading
 from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import open_to_append, write_json
+from jaxscale.files import open_to_append, unsafe_owner, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -150,7 +150,7 @@ def checked_loader(config: str | Config, processes: int = 1, trust: bool = False
   return load
 
 
-def _path_and_source(config: str | Config, trust: bool) -> tuple[str, str | None]:
+def _path_and_source(config: str | Config, trust: bool = False) -> tuple[str, str | None]:
   """Return a config's `FILE[:arg]`, and the source that rebuilds a config object."""
   if isinstance(config, str):
     if recorded_run(config) is None:
@@ -212,7 +212,8 @@ def submit(config: str | Config, **options: Any) -> Job:
       field; `site`, a site profile; `executor`, "slurm" or "local" (default: Slurm if
       sbatch is installed); `requeue`, the largest number of restarts; `preflight`, whether
       to check the nodes first; `plan`, a file of `jaxscale plan` to compare the run with;
-      `runs`, the directory of all runs; and any of `site.OPTIONS`, e.g. time="24:00:00".
+      `runs`, the directory of all runs; `trust`, whether to execute code of a run that others
+      could have written; and any of `site.OPTIONS`, e.g. time="24:00:00".
 
   Raises:
     ConfigError: an option is invalid; nothing was submitted.
@@ -346,15 +347,19 @@ class Job(NamedTuple):
       nodes: a new number of nodes; None keeps it.
       spares: a new number of spare nodes; None keeps it.
       accept_changes: the kinds of changes to accept in this job; see `fit`.
-      trust: whether to execute the code in a folder of another user.
+      trust: whether to execute the code in a folder that others could have written.
       options: new values of any of `site.OPTIONS`.
 
     Raises:
       ConfigError: the run is still active, or is done, or belongs to another user.
     """
     if not trust:
-      fix = "have its owner resume it, or execute the code in it as yours by --trust"
+      fix = "have its owner resume it, or add --trust if you trust them"
       folders.require_own(self.folder, fix)
+      with folders.one_line(self.folder / "code", "submit the run again"):
+        others = unsafe_owner(self.folder / "code", group=False, is_folder=True)
+      if others:
+        raise invalid(str(self.folder), ..., f"has code that is executed, and {others}", fix)
     spec, now = folders.read_spec(self.folder), self.status()
     if active := [row for row in now if not row.ended]:
       is_active = f"{active[0].job} is {active[0].state}"

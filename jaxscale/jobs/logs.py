@@ -89,11 +89,12 @@ def follow(files: list[tuple[str, Path]], ended: Callable[[], bool]) -> Iterator
         file.seek(offsets[path])
         for part in iter(lambda: file.readline(_LONGEST), b""):
           offsets[path] += len(part)
-          line, rests[path] = rests[path] + part, b""
-          if over or line.endswith(b"\n") or len(line) >= _LONGEST:
-            yield label + _shown(line)
-          else:
-            rests[path] = line
+          rests[path] += part
+          if part.endswith(b"\n") or len(rests[path]) >= _LONGEST:
+            yield label + _shown(rests[path])
+            rests[path] = b""
+      if over and rests[path]:
+        yield label + _shown(rests[path])
     if over:
       return
     time.sleep(_POLL_S)

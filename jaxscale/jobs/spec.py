@@ -182,7 +182,7 @@ _AFTER_SETUP = r"""trap - ERR
 set -u +e
 
 # The run's copy of the code comes first. Without PYTHONSAFEPATH the current directory
-# would come first; jaxscale adds it after Python's own modules.
+# would come first.
 run=FOLDER
 export PYTHONPATH="$run/code${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1

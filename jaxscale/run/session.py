@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from jaxscale import cluster
 from jaxscale.cluster import cpu_settings, requeue, schedulers
@@ -14,17 +15,18 @@ from jaxscale.config import Config
 from jaxscale.errors import EXIT_INTERRUPTED, GiveUpError
 
 
-def open_session(config: Config, workdir: Path) -> AbstractContextManager[Watch]:
+def open_session(config: Config, workdir: Path | None) -> AbstractContextManager[Watch]:
   """Open `cluster.open_session` with the settings of a config.
 
   Args:
     config: the config, which all processes must share.
-    workdir: the run's workdir; stacks of processes that fail are saved in its `faults/`.
+    workdir: the run's workdir; stacks of processes that fail are saved in its `faults/`. None
+      saves none, since a folder of another user may lead anywhere.
   """
   set_cpu_threads()
-  return cluster.open_session(
-    config, timeouts=config.faults, folder=workdir / "faults", gpu_settings=config.gpu_settings
-  )
+  folder = workdir and workdir / "faults"
+  options: Any = {"timeouts": config.faults, "gpu_settings": config.gpu_settings}
+  return cluster.open_session(config, folder=folder, **options)
 
 
 def set_cpu_threads() -> None:

@@ -144,14 +144,20 @@ def test_jobs_of_a_folder_with_such_files_run(shadowed, verb):
   assert {row.state for row in wait(job)} == {"COMPLETED"}, job.logs()
 
 
-def test_the_current_folder_is_last_on_the_path_of_our_modules_alone(tmp_path):
-  code = "import sys, os; print(sys.path.index(os.getcwd()) + 1, len(sys.path))"
-  (tmp_path / "c.py").write_text(f"{code}\nsys.stdout.flush(); os._exit(0)")
+def test_nothing_is_imported_from_the_current_folder(tmp_path):
+  """Anybody may have written it; a config is imported from its own folder."""
+  code = "import sys, os; print(sys.path[0] == os.getcwd(), os.getcwd() in sys.path)"
+  (tmp_path / "configs").mkdir()
+  (tmp_path / "configs" / "c.py").write_text(f"{code}\nsys.stdout.flush(); os._exit(0)")
   for options in ([], ["-P"]):
-    out = in_folder(tmp_path, *options, "-m", "jaxscale.train", "--config=c.py")
-    assert len(set(out.split())) == 1, out
+    out = in_folder(tmp_path, *options, "-m", "jaxscale.train", "--config=configs/c.py")
+    assert out.split() == ["False", "False"]
   (tmp_path / "other.py").write_text(f"import jaxscale\n{code}")
-  assert in_folder(tmp_path, "-m", "other").split()[0] == "1"
+  assert in_folder(tmp_path, "-m", "other").split() == ["True", "True"]
+  (tmp_path / "configs" / "c.py").write_text("import helper_beside_configs")
+  (tmp_path / "helper_beside_configs.py").write_text(f"{code}\nsys.stdout.flush(); os._exit(0)")
+  done = run_python("-m", "jaxscale.train", "--config=configs/c.py", cwd=tmp_path)
+  assert "to import it from the current directory, set PYTHONPATH=." in done.stderr
 
 
 @pytest.mark.slow
