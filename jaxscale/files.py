@@ -431,7 +431,7 @@ def unsafe_owner(path: Path, *, group: bool = True, is_folder: bool = False) -> 
   *_, (_, last) = way = _way_to(path)
   if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(last.st_mode):
     return f"{path} is not a {'folder' if is_folder else 'file'}"
-  problems = (_problem(entry, info, group, info is not last) for entry, info in way)
+  problems = (_problem(entry, info, group, info is not last) for entry, info in reversed(way))
   return next(filter(None, problems), None)
 
 

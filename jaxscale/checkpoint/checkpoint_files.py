@@ -244,10 +244,8 @@ def leaf_reader(directory: Path) -> Callable[[str], np.ndarray]:
         array = open_untrusted(where / _STATE, [name])[name]
         shape, dtype = [*array.shape], array.dtype.name
         if (shape, dtype) != (saved := (manifest[name]["shape"], manifest[name]["dtype"])):
-          raise DamagedError(f"{name} is {dtype}{shape}, but the manifest says {saved}")
+          raise ValueError(f"{name} is {dtype}{shape}, but the manifest says {saved}")
         leaf = array.read().result()
-    except DamagedError:
-      raise
     except Exception as e:
       raise DamagedError(one_line(e)) from e
     if not is_of(leaf, manifest[name]["checksum"]):

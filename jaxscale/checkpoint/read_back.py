@@ -77,7 +77,8 @@ def open_untrusted(state: Path, names: Iterable[str]) -> dict[str, Any]:
   compressed, which is accepted in folders of this user.
 
   Raises:
-    DamagedError: a file is a pipe or a device, or an array is larger than the files.
+    OSError: a file is a pipe or a device.
+    ValueError: an array is larger than the files.
     Exception: an array cannot be opened.
   """
   check_regular([state])
@@ -87,11 +88,11 @@ def open_untrusted(state: Path, names: Iterable[str]) -> dict[str, Any]:
   for name, array in arrays.items():
     if array.codec.to_json()["compressor"]:
       if not is_own:
-        raise DamagedError(f"{name} is compressed, and its folder belongs to another user")
+        raise ValueError(f"{name} is compressed, and its folder belongs to another user")
       continue
     shapes = array.shape, array.chunk_layout.read_chunk.shape or ()
     if max(map(math.prod, shapes)) * array.dtype.numpy_dtype.itemsize > size:
-      raise DamagedError(f"{name} is {list(array.shape)}, larger than the files")
+      raise ValueError(f"{name} is {list(array.shape)}, larger than the files")
   return arrays
 
 

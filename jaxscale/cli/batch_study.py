@@ -53,11 +53,7 @@ def _branch(args: Namespace) -> None:
   if (workdir := recorded_run(args.config)) is None:
     raise invalid("--config", args.config, "is not a run", "give the workdir of a run to --branch")
   names = "name", "at_most", "site", "executor", "requeue", "spares", "preflight"
-  several = {
-    "seeds": args.seeds > 1,
-    "accumulate_steps": args.accumulate_steps,
-    "nodes": args.nodes > 1,
-  }
+  several = dict(seeds=args.seeds > 1, accumulate_steps=args.accumulate_steps, nodes=args.nodes > 1)
   if ignored := [*submit.given(args, *names), *(name for name, found in several.items() if found)]:
     name, problem = ignored[0], "has no effect with --branch, which submits nothing"
     raise invalid(f"--{name.replace('_', '-')}", getattr(args, name), problem, "leave it out")

@@ -48,32 +48,35 @@ def agree(
     raise ConfigError(f"{VARIABLE}: not set in {who}; {_FIX}")
   if is_set[0]:
     return find_secret(env)
-  name, problem, secret, path = "", "", b"", None
-  if rank == 0:
-    name, problem = _create(workdir)
-  name, problem = gather([name, problem])[0]
-  is_replaced = False
-  if name and workdir is not None:
-    path = workdir / name
-    try:
-      secret = read_file(path)
-    except OSError as e:  # only the file that process 0 has just created cannot be missing there
-      is_replaced, problem = rank == 0 or e.errno == errno.ELOOP, f"{path}: {e.strerror}"
-    except ConfigError as e:
-      is_replaced, problem = True, str(e)
+  own, problem = _create(workdir) if rank == 0 else (None, "")
+  name, problem = gather([own and own.name, problem])[0]
+  # What came over JAX's connections may be forged, so process 0 reads and removes its own file.
+  path = own or (workdir / Path(str(name)).name if name and workdir else None)
+  secret, is_replaced, problem = _read(path, rank) if path else (b"", False, problem)
   problems = gather([is_replaced, problem])
-  if rank == 0 and path is not None:
+  if own is not None:
     with contextlib.suppress(OSError):
-      path.unlink()
+      own.unlink()
   if not any(text for _, text in problems):
     return secret
   return _send_openly(problems, rank, gather)
 
 
-def _create(workdir: Path | None) -> tuple[str, str]:
-  """Create the file; return its name, and the problem if it cannot be created."""
+def _read(path: Path, rank: int) -> tuple[bytes, bool, str]:
+  """Return the secret in a file, whether another user has replaced the file, and the problem."""
+  try:
+    return read_file(path), False, ""
+  except OSError as e:  # only the file that process 0 has just created cannot be missing there
+    is_replaced = rank == 0 or e.errno == errno.ELOOP
+    return b"", is_replaced, f"{path}: {e.strerror}" + f"; {_FIX}" * is_replaced
+  except ConfigError as e:
+    return b"", True, str(e)
+
+
+def _create(workdir: Path | None) -> tuple[Path | None, str]:
+  """Create the file; return its path, and the problem if it cannot be created."""
   if workdir is None:
-    return "", "the session has no workdir"
+    return None, "the session has no workdir"
   path = workdir / f".secret-{secrets.token_hex(8)}"
   try:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -84,18 +87,18 @@ def _create(workdir: Path | None) -> tuple[str, str]:
       os.fsync(file.fileno())
     read_file(path)  # NFS may give the files of root to nobody
   except (OSError, ConfigError) as e:
-    return "", f"{workdir}: cannot keep a file private to this user ({e})"
-  return path.name, ""
+    return None, f"{workdir}: cannot keep a file private to this user ({e})"
+  return path, ""
 
 
 def _send_openly(
   problems: Sequence[Sequence[Any]], rank: int, gather: Callable[[Any], list[Any]]
 ) -> bytes:
   """Return a secret of process 0 that others may read, if no process has reported an attack."""
+  for is_replaced, problem in problems:
+    if is_replaced:
+      raise ConfigError(problem)
   process, (_, problem) = next((i, p) for i, p in enumerate(problems) if p[1])
-  for each, text in problems:
-    if each:
-      raise ConfigError(text)
   if rank == 0:
     line = "other users may know the run's secret, which went over JAX's open connections, "
     line += f"because process {process} cannot read it from a file ({problem})"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def initialize(
 def _start(
   config: object, timeouts: Timeouts | None, folder: Path | None, gpu_settings: bool
 ) -> None:
-  global _handlers, _watch, _walltime_ended, _jax_is_initialized, _was_started
+  global _handlers, _watch, _walltime_ended, _was_started
   num_gpus = detect.visible_gpus(os.environ)
   cpu_settings.keep_memory(num_gpus=num_gpus)  # before there are threads
   timeouts = timeouts or Timeouts(startup_timeout_s=math.inf)
@@ -163,12 +163,20 @@ def _start(
       lambda cause: ask(StopRequest(cause)), timeouts.stop_before_end_s
     )
   if not is_alone:
-    if not _jax_is_initialized:
-      join.join(launch, group, timeouts, gpu_ids)
-      _jax_is_initialized = True
-    join.check_devices(group)
-    connect(Group(group.process_id, tuple(group.hosts), group.value_links, patience_s=None))
-    cpu_settings.use_batch_policy()
+    _join(launch, group, timeouts, gpu_ids)
+
+
+def _join(
+  launch: Launch, group: client.ProcessGroup, timeouts: Timeouts, gpu_ids: Sequence[int] | None
+) -> None:
+  """Let JAX join the other processes, and exchange values with them from now on."""
+  global _jax_is_initialized
+  if not _jax_is_initialized:
+    join.join(launch, group, timeouts, gpu_ids)
+    _jax_is_initialized = True
+  join.check_devices(group)
+  connect(Group(group.process_id, tuple(group.hosts), group.value_links, patience_s=None))
+  cpu_settings.use_batch_policy()
 
 
 def _bind(cpus: cpu_binding.Cpus, group: client.ProcessGroup) -> None:

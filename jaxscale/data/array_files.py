@@ -6,7 +6,11 @@ Several stores or files of one pattern are read one after another. A source of o
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import math
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.directory import matching_paths, paths_identity
-from jaxscale.data.npy_files import NPY_ERRORS, StoredArray, is_archive, npz_arrays, stored_array
+from jaxscale.data.npy_files import StoredArray, arrays_of, stored_array
 from jaxscale.data.tables import (
   PACKED,
   Table,
@@ -29,6 +33,8 @@ from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import check_regular, read_json, require_json
 
 HDF5_SUFFIXES = ".h5", ".hdf5", ".hdf", ".he5", ".nc", ".nc4"
+
+_MOST_CHUNKS = 1 << 20
 
 Names = Sequence[str] | None
 
@@ -62,9 +68,11 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
     if not is_new and not PACKED.keys().isdisjoint(attributes):
       # xarray writes the _FillValue of zarr 2 there.
       attributes = {"_FillValue": node.get("fill_value")} | attributes
+    check = _chunk_check(folder, store, node)
     chunk: Any = store.chunk_layout.read_chunk.shape
     length, dtype = chunk[0] if chunk else 0, store.dtype.numpy_dtype
-    read = functools.partial(_read_rows, store, length, dtype)
+
+    read = functools.partial(_read_rows, store, length, dtype, check)
     return Variable(store.shape, dtype, length, read, attributes or {})
 
   def variables(store: Path) -> dict[str, Variable]:
@@ -77,8 +85,38 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
   return _table(path, matching_paths(path, [], is_one=True), names, variables, "a zarr store")
 
 
-def _read_rows(store: Any, length: int, dtype: np.dtype, rows: np.ndarray) -> np.ndarray:
+def _chunk_check(folder: Path, store: Any, node: Mapping[str, Any]) -> Callable[[np.ndarray], None]:
+  """Return a function that checks the files of rows before tensorstore opens them.
+
+  It would wait for a pipe, and read a file of any size. A compressed chunk is never much larger
+  than its content.
+  """
+  how = node.get("chunk_key_encoding", {"name": "v2", "configuration": node})
+  start = "" if how["name"] == "v2" else "c"
+  options = how.get("configuration", {})
+  point = options.get("separator") or options.get("dimension_separator") or "./"[len(start)]
+  length, *sizes = store.chunk_layout.write_chunk.shape or [1]
+  most = 2 * length * math.prod(sizes) * store.dtype.numpy_dtype.itemsize + (1 << 20)
+  others = [range(-(-n // size)) for n, size in zip(store.shape[1:], sizes, strict=True)]
+  if math.prod(map(len, others)) > _MOST_CHUNKS:
+    raise ValueError(f"a row is in more than {_MOST_CHUNKS:,} chunks")
+
+  def check(rows: np.ndarray) -> None:
+    for index in itertools.product(np.unique(rows // length).tolist(), *others):
+      file = folder / point.join([*start, *map(str, index)])
+      with contextlib.suppress(FileNotFoundError):  # It has the fill value.
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+          raise OSError(None, "is not a chunk", str(file))
+
+  return check
+
+
+def _read_rows(
+  store: Any, length: int, dtype: np.dtype, check: Callable[[np.ndarray], None], rows: np.ndarray
+) -> np.ndarray:
   """Read ascending rows of a zarr array with `length` rows in a chunk; all chunks at a time."""
+  check(rows)
   parts = np.split(rows, np.flatnonzero(np.diff(rows // length)) + 1)
   # Tensorstore copies a slice five times faster than an index array. Between sparse rows the
   # slice would need more memory than the batch.
@@ -156,10 +194,8 @@ def open_numpy(path: str, names: Names) -> Table:
   """
 
   def variables(file: Path) -> dict[str, Variable]:
-    files = {x.stem: x for x in sorted(file.glob("*.npy"))} if file.is_dir() else {"x": file}
-    arrays = {}
-    for name, path in files.items():
-      arrays |= npz_arrays(path, names) if is_archive(path) else {name: stored_array(path)}
+    arrays = {x.stem: stored_array(x) for x in sorted(file.glob("*.npy"))}
+    arrays = arrays if file.is_dir() else arrays_of(file, names)
     return {n: Variable(x.shape, x.dtype, 0, x.__getitem__) for n, x in arrays.items()}
 
   return _table(path, matching_paths(path, [], is_one=True), names, variables, ".npy or .npz")
@@ -176,11 +212,12 @@ def _table(
   tables = []
   for path in paths:
     try:
-      check_regular([path])
+      if not path.is_dir():
+        check_regular([path])
       tables.append(of_variables(str(path), variables(path), names))
     except ConfigError:
       raise
-    except (*NPY_ERRORS, KeyError) as e:
+    except Exception as e:  # Each library raises its own for damaged bytes.
       problem = " ".join(f"cannot be opened ({e!s:.200})".split())
       raise invalid("path", str(path), problem, f"give {expected}") from None
   identity = functools.partial(paths_identity, paths)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.data.faults import raise_if_system_error
 from jaxscale.errors import invalid
 from jaxscale.files import open_regular, whole_number
 from jaxscale.metrics.log import logger
@@ -116,14 +117,18 @@ _MAX_READ = 64  # files whose first block is read
 
 def file_identity(paths: Sequence[Path]) -> dict[str, Any]:
   """Return the sizes and contents of a few files in order, without their paths."""
-  sizes = [path.stat().st_size for path in paths]
-  total, starts = sum(sizes), np.cumsum([0, *sizes])
-  digest = hashlib.sha256(repr(sizes).encode())
-  for begin in _block_starts(total):
-    index = int(np.searchsorted(starts, begin, "right")) - 1
-    with open_regular(paths[index]) as file:
-      file.seek(begin - int(starts[index]))
-      digest.update(file.read(_BLOCK))
+  try:
+    sizes = [path.stat().st_size for path in paths]
+    total, starts = sum(sizes), np.cumsum([0, *sizes])
+    digest = hashlib.sha256(repr(sizes).encode())
+    for begin in _block_starts(total):
+      index = int(np.searchsorted(starts, begin, "right")) - 1
+      with open_regular(paths[index]) as file:
+        file.seek(begin - int(starts[index]))
+        digest.update(file.read(_BLOCK))
+  except OSError as e:
+    raise_if_system_error(e, str(e.filename))
+    raise invalid(str(e.filename), ..., f"cannot be read: {e.strerror}", "restore it") from None
   return {"bytes": total, "content": digest.hexdigest()[:16]}
 
 

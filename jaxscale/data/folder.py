@@ -34,7 +34,6 @@ _MAGIC = re.compile(
   re.DOTALL,
 )
 _TAKEN = f"images end in {' '.join(SUFFIXES)}, or have no ending"
-_MOST_BYTES = 4  # of a file per pixel of max_pixels
 _MOST_LISTINGS = 16
 
 
@@ -285,7 +284,8 @@ def _source(folder: Folder, labels: np.ndarray, max_pixels: int = MAX_PIXELS) ->
     for index in indices:
       path = os.path.join(folder.root, name(index))
       try:
-        record = read_bytes(Path(path), most=_MOST_BYTES * max_pixels), int(labels[index])
+        # Files without compression have 3 bytes per pixel, or 4 with alpha.
+        record = read_bytes(Path(path), most=4 * max_pixels), int(labels[index])
       except OSError as e:  # It is missing, not a file, or not readable.
         raise_if_system_error(e, path)
         record = None

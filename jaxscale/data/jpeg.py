@@ -46,7 +46,6 @@ _FORMATS = {
 # The largest number of scans in a progressive JPEG: libjpeg writes 10, and each costs a pass
 # over the whole image, however short the scan is.
 _MAX_SCANS = 100
-_MAX_SAMPLES = 16  # channels of a TIFF, of which 4 are read
 _MAX_WHOLE_SCANS = 20  # of an image of max_pixels; libjpeg writes 18 for CMYK
 # Formats whose decoders need 16 to 22 bytes per pixel, three times as many as others, may have
 # a quarter of the pixels.
@@ -122,7 +121,8 @@ def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
     kind, tags = opened.format or "unknown", getattr(opened, "tag_v2", {})
     _check_size(opened.height, opened.width, max_pixels, _HEAVY.get(kind, 1))
     _check_scans(data, opened.height, opened.width, max_pixels)
-    _check_tiles(tags, max_pixels)
+    # The tiles of a TIFF may be larger than the picture.
+    _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
     turned = _UNDO.get(tags.get(274, 1))
     opened.load()
     image = opened if turned is None else opened.transpose(turned)
@@ -153,7 +153,7 @@ def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
   else:
     return None
   _check_size(height, width, max_pixels)
-  _check_tiles(tags, max_pixels)
+  _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
   flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
   pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
   if pixels is None:
@@ -272,13 +272,6 @@ def _check_scans(data: bytes, height: int, width: int, max_pixels: int) -> None:
   if height * width * scans > _MAX_WHOLE_SCANS * max_pixels:
     what = f"a JPEG of {width:,} x {height:,} pixels and {scans} scans"
     raise ValueError(f"{what}, which is too slow with --config.data.max_pixels={max_pixels}")
-
-
-def _check_tiles(tags: Any, max_pixels: int) -> None:
-  """Check the tiles of a TIFF, which may be larger than the picture, and its channels."""
-  _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
-  if tags.get(277, 1) > _MAX_SAMPLES:
-    raise ValueError(f"a TIFF with {tags.get(277)} channels")
 
 
 def decode_view(

@@ -9,7 +9,6 @@ import functools
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -19,22 +18,14 @@ import numpy as np
 from jaxscale.data.tfrecord import OpenFile
 from jaxscale.files import open_regular, read_at
 
-_HEADERS = {
-  (1, 0): np.lib.format.read_array_header_1_0,
-  (2, 0): np.lib.format.read_array_header_2_0,
-}
-# Errors of damaged files.
-NPY_ERRORS = ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error
 _SMALL = 64 << 20  # bytes that are always read at once
 _MOST_RATIO = 200  # of an archive's content to its size; of pictures it is below 10
-_GAP = 1 << 12  # bytes between rows that are read with them
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
   """Read the shape, whether it is in Fortran's order, and the dtype."""
-  if (read := _HEADERS.get(np.lib.format.read_magic(file))) is None:
-    raise ValueError("it has an unknown version of the format")
-  return read(file)
+  major, minor = np.lib.format.read_magic(file)
+  return getattr(np.lib.format, f"read_array_header_{major}_{minor}")(file)
 
 
 def check_unpacked(packed: int, unpacked: int) -> None:
@@ -79,36 +70,28 @@ class StoredArray:
     """Return rows: indices int64 [n], or a slice."""
     if self.size * self.dtype.itemsize <= _SMALL:
       return self._whole[rows]
-    if isinstance(rows, slice):
-      rows = np.arange(*rows.indices(len(self)))
+    rows = range(*rows.indices(len(self))) if isinstance(rows, slice) else rows.tolist()
     values = np.empty((len(rows), *self.shape[1:]), self.dtype)
-    width = math.prod(self.shape[1:]) * self.dtype.itemsize
-    order = np.argsort(rows, kind="stable")
-    is_far = np.diff(rows[order]) * width > width + _GAP
-    for part in np.split(order, np.flatnonzero(is_far) + 1):
-      first, last = int(rows[part[0]]), int(rows[part[-1]])
-      values[part] = self._read(first, last + 1)[rows[part] - first]
+    for i, row in enumerate(rows):
+      self._fill(values[i : i + 1], row)
     return values
 
   @functools.cached_property
   def _whole(self) -> np.ndarray:
-    return self._read(0, len(self))
-
-  def _read(self, start: int, stop: int) -> np.ndarray:
-    values = np.empty((stop - start, *self.shape[1:]), self.dtype)
-    width = math.prod(self.shape[1:]) * self.dtype.itemsize
-    if values.size:
-      raw = values.reshape(-1).view(np.uint8).data
-      read_at(self._file.descriptor, raw, self.offset + start * width, str(self.path))
+    self._fill(values := np.empty(self.shape, self.dtype), 0)
     return values
+
+  def _fill(self, values: np.ndarray, row: int) -> None:
+    at = self.offset + row * math.prod(self.shape[1:]) * self.dtype.itemsize
+    raw = values.reshape(-1).view(np.uint8).data
+    read_at(self._file.descriptor, raw, at, str(self.path))
 
 
 def stored_array(path: Path) -> StoredArray | np.ndarray:
   """Return the array of a .npy file; of an array in Fortran's order, its content.
 
   Raises:
-    ValueError: the file is not a .npy file, or is damaged.
-    OSError: the file cannot be opened.
+    Exception: the file is not a .npy file or is damaged; NumPy's parser raises any.
   """
   with open_regular(path) as file:
     shape, is_fortran, dtype = _header(file)
@@ -120,18 +103,19 @@ def stored_array(path: Path) -> StoredArray | np.ndarray:
     return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def is_archive(path: Path) -> bool:
-  """Return whether a file is an .npz archive, by its first bytes."""
+def arrays_of(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
+  """Return the arrays of a .npz archive, or "x" of a .npy file; see `stored_array`."""
   with open_regular(path) as file:
-    return file.read(2) == b"PK"
+    is_archive = file.read(2) == b"PK"
+  return npz_arrays(path, names) if is_archive else {"x": stored_array(path)}
 
 
-def npz_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+def npz_arrays(path: Path, names: Sequence[str] | None) -> dict[str, np.ndarray]:
   """Return the arrays of an archive by their names, or the chosen ones.
 
   Raises:
-    ValueError: an array is damaged, or the archive unpacks to more than 200 times its size.
-    Exception: another error of `NPY_ERRORS`.
+    ValueError: the archive unpacks to more than 200 times its size.
+    Exception: it is damaged; NumPy and zipfile raise any.
   """
   with open_regular(path) as file, zipfile.ZipFile(file) as archive:
     found = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}

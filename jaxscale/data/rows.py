@@ -17,7 +17,6 @@ from jaxscale.metrics.text import few, plural
 
 ENDINGS = ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"
 _LONGEST = 64 << 20  # bytes of a line; longer ones are damaged
-_MOST_RESTS = 16  # times `_LONGEST` that are skipped of a line
 _AT_ONCE = 256  # rows of a Parquet file that are decoded at a time
 _SHARE = 0.01  # of the rows of a file that may be damaged
 _EARLY = 100  # damaged rows after which a file with a majority of them is rejected
@@ -114,10 +113,9 @@ def _lines(path: Path) -> Iterator[tuple[int, Row]]:
       if not (line := file.readline(_LONGEST)):
         return
       is_long = len(line) == _LONGEST and line[-1:] != b"\n"
-      for rests in itertools.count(1):
-        if not (is_long and (rest := file.readline(_LONGEST)) and rest[-1:] != b"\n"):
-          break
-        if rests == _MOST_RESTS:  # Few compressed bytes could last for days.
+      size = len(line)
+      while is_long and (rest := file.readline(1 << 20)) and rest[-1:] != b"\n":
+        if (size := size + len(rest)) > 4 * _LONGEST:  # Few compressed bytes could last for days.
           raise OSError(None, f"line {number} does not end")
       if line.strip():
         yield number, functools.partial(_parsed, None if is_long else line)
@@ -145,7 +143,7 @@ def _parquet(path: Path, columns: Sequence[str], field: str) -> Iterator[tuple[i
         for i in range(len(batch)):
           number += 1
           yield number, functools.partial(_row_of, batch, i)
-  except pyarrow.ArrowException as e:
+  except (pyarrow.ArrowException, UnicodeDecodeError) as e:  # the latter of names
     raise OSError(None, f"not an intact Parquet file ({message_of(e)})") from None
 
 

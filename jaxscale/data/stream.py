@@ -19,9 +19,9 @@ bytes of text. Processes that want the same file wait for the first that began t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -259,12 +259,13 @@ def of_kept(
   """Return a stream of files that `write_tokens` wrote, from their counts."""
 
   def lengths() -> np.ndarray:
-    parts = [read_bytes(f.with_suffix(".lengths"), most=sys.maxsize) for f in files]
-    found = np.concatenate([np.frombuffer(x, "<u8", len(x) // 8) for x in parts], dtype=int)
-    if found.sum() != stream.num_tokens or found.min(initial=0) < 0:
-      problem = "does not have the lengths of its documents"
-      raise invalid(str(files[0].parent), ..., problem, "remove it, or prepare it again")
-    return found
+    with contextlib.suppress(OSError, ValueError):
+      parts = [read_bytes(f.with_suffix(".lengths"), most=1 << 40) for f in files]
+      found = np.concatenate([np.frombuffer(x, "<u8") for x in parts], dtype=int)
+      if found.sum() == stream.num_tokens and found.min(initial=0) >= 0:
+        return found
+    problem = "does not have the lengths of its documents"
+    raise invalid(str(files[0].parent), ..., problem, "remove it, or prepare it again")
 
   stream = of_files([TokenFile(file, dtype) for file in files], tokenizer.separator)
   # With byte tokens, the zero byte between documents counts as a byte.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, abandon, invalid, message_of, remedy_for
-from jaxscale.files import expand, parse_json, read_bytes
+from jaxscale.files import expand, read_bytes
 
 T = TypeVar("T")
 
@@ -155,34 +156,25 @@ def _load(name: str, field: str) -> tuple[bytes, Any]:
     problem = f"not a Hugging Face tokenizer ({first})"
     raise ConfigError(f"{field}={name!r}: {problem}; use a tokenizer.json") from None
   for part in (model.normalizer, model.decoder, model.pre_tokenizer):
-    if part is not None and (problem := _problem_of(parse_json(part.__getstate__()))):
+    if part is not None and (problem := _problem_of(part.__getstate__())):
       raise ConfigError(f"{field}={name!r}: {problem}; use a different tokenizer")
   model.no_truncation()  # The file may truncate documents to a model's length.
   model.no_padding()
   return content, model
 
 
-def _problem_of(part: Any) -> str | None:
-  """Describe why a normalizer, pre-tokenizer or decoder could take any time or memory."""
-  growth = 1.0
-  for x in _objects(part):
-    pattern, text = x.get("pattern"), x.get("content") or x.get("prepend") or ""
-    pattern = pattern if isinstance(pattern, dict) else {}
+def _problem_of(part: bytes) -> str | None:
+  """Describe why a part of a tokenizer, as JSON, could take any time or memory."""
+  growth, rules = 1.0, list[dict[str, Any]]()
+  json.loads(part, object_hook=lambda x: rules.append(x) or x)
+  for x in rules:
+    text, pattern = x.get("content") or x.get("prepend") or "", x.get("pattern") or {}
     if _NESTED.search(regex := pattern.get("Regex", "")):
       return f"the pattern {regex!r:.80} repeats a repetition, which can take any time"
     growth *= max(len(text) / max(len(pattern.get("String", "")), 1), 1)
     if growth > _MOST_GROWTH or len(x.get("precompiled_charsmap") or "") > _LARGEST_MAP:
       return "its rules make texts many times longer"
   return None
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-  """Yield all JSON objects in a value."""
-  if isinstance(value, dict):
-    yield value
-  for inner in value.values() if isinstance(value, dict) else value:
-    if isinstance(inner, dict | list):
-      yield from _objects(inner)
 
 
 def _limited(name: str, call: Callable[[], T], length: int) -> T:
@@ -206,10 +198,11 @@ def _limited(name: str, call: Callable[[], T], length: int) -> T:
   thread.join(limit := _FIRST_S + length / _SLOWEST)
   if results:
     return results[0]
-  problem = f"it cannot be used ({message_of(errors[0]):.200})" if errors else ""
-  if not errors:
+  problem = f"a text of {length:,} characters took more than {limit:.0f} s"
+  if errors:
+    problem = f"it cannot be used ({message_of(errors[0]):.200})"
+  else:
     abandon(thread)
-    problem = f"a text of {length:,} characters took more than {limit:.0f} s"
   raise ConfigError(f"{name}: {problem}; use a different tokenizer")
 
 

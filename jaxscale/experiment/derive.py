@@ -210,8 +210,7 @@ def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list
     return np.asarray(jax.vmap(schedule)(jnp.arange(steps + 1)), np.float32)
 
   context = cfg.GrowthContext(size, settings.factor, num_train, total, rates)
-  expected = "a tuple of finite numbers"
-  points = [*build(settings.when, context, kind=_are_numbers, expected=expected)]
+  points = [*build(settings.when, context, kind=_are_numbers, expected="a tuple of numbers")]
   is_empty = not points or points[0] >= total or next_size(config, size, num_train) is None
   if is_empty or points != sorted({*points}) or points[0] <= 0:
     most = min(settings.max_batch_size or num_train, num_train)
@@ -221,9 +220,8 @@ def growth_points(config: cfg.Config, num_train: int, warmup_steps: int) -> list
   return points
 
 
-def _are_numbers(points: Any) -> bool:
-  is_list = isinstance(points, tuple | list)
-  return is_list and all(isinstance(x, Real) and math.isfinite(x) for x in points)
+def _are_numbers(xs: Any) -> bool:
+  return isinstance(xs, tuple | list) and all(isinstance(x, Real) and math.isfinite(x) for x in xs)
 
 
 def next_size(config: cfg.Config, batch_size: int, num_train: int) -> int | None:

@@ -42,8 +42,9 @@ def check_paths(config: cfg.Config, params: Any) -> None:
     fields.insert(0, (of_optimizer, include))
   if config.trainable is not None:
     fields.insert(0, ("Config.trainable", config.trainable))
-  if not fields:
-    return
+  if isinstance(rule := config.parametrization, cfg.MuP):
+    names = (n for n in ("outputs", "branch_ends") if getattr(rule, n, None) is not None)
+    fields += [(f"{type(rule).__name__}.{n}", getattr(rule, n)) for n in names]
   paths, trained = _paths(params), _paths(trainable_part(params, trainable(config)))
   for field, pattern in fields:
     if not any(re.search(pattern, path) for path in paths):

@@ -42,7 +42,7 @@ def leaf_factors(config: cfg.Config, model: Any, base: Any) -> Factors:
     ConfigError: there is no rule for the optimizer, the adapter or the shapes.
   """
   name, optimizer = type(config.parametrization).__name__, type(config.optimizer).__name__
-  if not (rule := config.optimizer.update_rule):
+  if (rule := config.optimizer.update_rule) not in ("adam", "sgd", "muon"):
     fix = "use AdamW, Muon or SGD, or set `update_rule` in an optimizer of your own"
     raise invalid("Config.parametrization", name, f"has no rule for {optimizer}", fix)
   if not isinstance(config.adapter, cfg.NoAdapter):
@@ -63,8 +63,12 @@ def leaf_factors(config: cfg.Config, model: Any, base: Any) -> Factors:
     scale = math.sqrt(_head_width(base_config(config).model) / _head_width(config.model))
     more |= dict(depth=model.num_layers / base.num_layers, is_tied=model.tied, query_scale=scale)
   context = cfg.ParametrizationContext(leaves, rule, **more)
-  expected = "a dict from paths to optim.LeafFactors"
-  return build(config.parametrization, context, kind=Mapping, expected=expected)
+  expected = "a dict from paths in context.leaves to optim.LeafFactors"
+  factors = build(config.parametrization, context, kind=Mapping, expected=expected)
+  for path, each in factors.items():
+    if path not in own or not isinstance(each, optim.LeafFactors):
+      raise invalid(f"{name}.build", ..., f"maps {path!r} to {each!r}", f"return {expected}")
+  return factors
 
 
 def _params(model: Any) -> dict[str, jax.ShapeDtypeStruct]:

@@ -105,7 +105,7 @@ def settings(old: Any, derived: Any, rate: float, config: Config) -> Rows:
   new, rule = to_plain(config), config.optimizer.update_rule
   old = {"parametrization": to_plain(Standard())} | old
   wrong = {
-    "optimizer": not rule or old["optimizer"]["class"] != new["optimizer"]["class"],
+    "optimizer": rule not in _SOURCES or old["optimizer"]["class"] != new["optimizer"]["class"],
     "parametrization": old["parametrization"] != new["parametrization"]
     or (isinstance(config.parametrization, Standard) and old["model"] != new["model"]),
   }
@@ -116,8 +116,8 @@ def settings(old: Any, derived: Any, rate: float, config: Config) -> Rows:
   root, name = (k, "k") if rule == "sgd" else (math.sqrt(k), "sqrt(k)")
   rows: Rows = {"batch_size": (old["batch_size"], config.batch_size, f"k = {k:g}")}
   rows["optimizer.lr"] = rate, rate * root, f"{name}, {_SOURCES[rule]}"
-  if rule != "sgd":
-    decay = before.get("weight_decay", 0.0)
+  if rule != "sgd" and "weight_decay" in before:
+    decay = before["weight_decay"]
     rows["optimizer.weight_decay"] = decay, decay * root, "sqrt(k), arXiv:2405.13698"
   if rule == "adam" and {"eps", "b1", "b2"} <= before.keys():
     rows["optimizer.eps"] = before["eps"], before["eps"] / root, "1 / sqrt(k), arXiv:2205.10287"
@@ -149,15 +149,16 @@ def report(names: Sequence[str], runs: str, config: Config, shown: str) -> str:
   before, derived, losses = read(names, runs)
   rate, low, high = optimum(losses)
   rows = settings(before, derived, rate, config)
-  old, new = (flat(x["model"]) for x in (before, to_plain(config)))
-  grown = [f"{n} {old[n]} to {new[n]}" for n in new if n in old and old[n] != new[n]]
+  old, new = flat(before), flat(to_plain(config))
+  others = [n for n in new if n in old and old[n] != new[n] and n not in rows]
   cells = [(n, *(f"{x:.6g}" for x in values), why) for n, (*values, why) in rows.items()]
   changed = {n: value for n, (_, value, _) in rows.items() if n not in ("batch_size", "steps")}
   given = " ".join(f"--config.{n}={value:.6g}" for n, value in changed.items())
   return "\n".join([
     text.table(("peak lr", "loss"), [(f"{r:.4g}", text.cell(x, ".4f")) for r, x in losses.items()]),
     f"best lr {rate:.4g} (parabola in log2), between {low:.4g} and {high:.4g}, the rates beside it",
-    f"{type(config.parametrization).__name__}: {', '.join(grown) or 'the same model'}",
+    f"{type(config.parametrization).__name__}, for a config that differs in",
+    *(f"  {n}: {old[n]} to {new[n]}" for n in others or ["batch_size"]),
     text.table(("setting", "sweep", "config", "rule"), cells, left=(0, 3)),
     f"jaxscale train --config {shown} --config.lr_scaling=none {given}",
   ])  # fmt: skip

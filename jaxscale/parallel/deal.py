@@ -181,8 +181,7 @@ class _Plan:
     def chunk_of(load: float) -> int:  # A function, so that each load is in exactly one chunk.
       return min(int(load / whole * chunks), chunks - 1)
 
-    order = range(chunks)
-    parts = [[[m[1:] for m in own if chunk_of(m[0]) == n] for own in owned] for n in order]
+    parts = [[[m[1:] for m in own if chunk_of(m[0]) == n] for own in owned] for n in range(chunks)]
     return [owned for owned in parts if any(owned)]
 
   def kind(self, i: int) -> _Class:

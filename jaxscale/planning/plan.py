@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import config as cfg
 from jaxscale import hlo
+from jaxscale.config.phase_settings import measuring
 from jaxscale.errors import ConfigError
 from jaxscale.mesh import MODEL_AXES
 from jaxscale.metrics.text import grouped
@@ -132,6 +133,8 @@ def make_plan(
   if run and len(compiled) > 1:
     sized = functools.partial(step_plan.step_on, config, compiled, rates)
     grows = job.savings(experiment, [*{s.devices: s for s in (step, *strong)}.values()], sized)
+  # A rule that measures may let the batch stay, so that the job must have time for all steps.
+  took = grows[0].seconds if grows and not measuring(config.phases) else None
   return Plan(
     config=config,
     chips=chips,
@@ -146,7 +149,7 @@ def make_plan(
     skipped=skipped,
     knee=_knee(strong),
     run=run,
-    job=job.job_of(run, step, rates, grows[0].seconds if grows else None) if run else None,
+    job=job.job_of(run, step, rates, took) if run else None,
     growth=grows,
     compiled=tuple(f"{chips.kind} x {c.devices}" for c in compiled),
     seconds=sum(c.fit.seconds for c in compiled),

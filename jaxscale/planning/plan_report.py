@@ -155,7 +155,7 @@ def _growth(plan: Plan) -> str:
   total, constant = sum(first.steps.values()), first.constant_steps
   measured = measuring(plan.config.phases)
   line = f"the growing batch takes {total:,} steps ({sizes}), "
-  line += f"{1 - total / constant:.0%} fewer than the {constant:,} at {min(first.steps):,}"
+  line += f"{1 - total / constant:.0%} fewer than the {constant:,} at {next(iter(first.steps)):,}"
   line += f"\n  if {measured} lets it grow whenever it decides" * bool(measured)
   head = f"devices,{_node(plan)}s,constant batch,growing batch,saved"
   return f"{line}\n{indent(table(head.split(','), rows), '  ')}"

@@ -17,7 +17,7 @@ from jaxscale.config.record import MissingData
 from jaxscale.data.arrays import cast
 from jaxscale.data.encoded import Source, from_source
 from jaxscale.data.folder import SUFFIXES, image_files, listed_files
-from jaxscale.data.npy_files import NPY_ERRORS, StoredArray, is_archive, npz_arrays, stored_array
+from jaxscale.data.npy_files import StoredArray, arrays_of
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import expand
 from jaxscale.metrics.text import listed
@@ -79,8 +79,8 @@ def _of_files(config: Config, info: Any, path: Path) -> tuple[data.Dataset, bool
     problem = "is of no known kind" if path.exists() else "is no such file"
     raise invalid(str(path), ..., problem, fix)
   try:
-    named: Any = npz_arrays(path) if is_archive(path) else {"x": stored_array(path)}
-  except NPY_ERRORS as e:
+    named: Any = arrays_of(path)
+  except Exception as e:  # NumPy and zipfile raise any for damaged bytes.
     raise invalid(str(path), ..., f"cannot be read ({e})", "write it again") from None
   names = {"x": _input(info), "y": "targets" if isinstance(info, data.TextInfo) else "label"}
   named = {names.get(name, name): array for name, array in named.items()}

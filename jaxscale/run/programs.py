@@ -21,7 +21,6 @@ import itertools
 import math
 import os
 import platform
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -238,4 +237,4 @@ def _sum_of(path: Path) -> Path:
 
 def _digest(path: Path) -> str:
   """Return the SHA-256 of a program and its name, so that it cannot load under another name."""
-  return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path, most=sys.maxsize)).hexdigest()
+  return hashlib.sha256(path.name.encode() + b"\0" + read_bytes(path, most=1 << 40)).hexdigest()

@@ -92,13 +92,11 @@ class Reporter:
     size = f", images of {phase.image_size}" if phase.image_size else ""
     self._damage.watch("training", experiment.train_data)
     if phase.start == step:
-      rule = getattr(experiment.config.phases, "when", None)
+      rule, follow = (getattr(experiment.config.phases, n, None) for n in ("when", "follow"))
       why = f": {rule.why}" if rule is not None and rule.decide is None else ""
       before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
-      follow = getattr(experiment.config.phases, "follow", "neutral")
-      rates = f"(lr from {before:.4g} to {now:.4g}, follow={follow})"
-      text = f"batch size is now {phase.batch_size:,}{size} {rates}{why}"
-      logger.info(f"step {phase.start}  {text}")
+      rates = f"(lr from {before:.4g} to {now:.4g}, follow={follow or 'neutral'})"
+      logger.info(f"step {step}  batch size is now {phase.batch_size:,}{size} {rates}{why}")
       # The first step of the new size: a resumed run does not write its first step's line again.
       self.write(phase.start + 1, "growth", {"batch_size": float(phase.batch_size)})
     for note in notes:

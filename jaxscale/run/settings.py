@@ -205,14 +205,13 @@ class ByBranch(_Measured):
 
   def decide(self, point: bases.GrowthPoint) -> tuple[bool, str, dict[str, float]]:
     found = run.compare_branches(point.branch(self.steps))
-    bound = self.margin * abs(found.loss)
-    grows = found.difference + found.error <= bound
-    is_worse = found.difference - found.error > bound
-    side = "within" if grows else "above" if is_worse else "perhaps above"
+    loss, larger, off, error = found
+    bound = self.margin * abs(loss)
+    grows = off + error <= bound
+    side = "within" if grows else "above" if off - error > bound else "perhaps above"
     why = (
-      f"branches on the same {self.steps * point.larger:,} examples end at loss "
-      f"{found.larger_loss:.4f} with {point.larger:,} and {found.loss:.4f} with "
-      f"{point.batch_size:,}; the difference {found.difference:.4f} ± {found.error:.4f} is {side} "
-      f"the margin of {bound:.4f}"
+      f"branches on the same {self.steps * point.larger:,} examples end at loss {larger:.4f} with "
+      f"{point.larger:,} and {loss:.4f} with {point.batch_size:,}; the difference {off:.4f} ± "
+      f"{error:.4f} is {side} the margin of {bound:.4f}"
     )
     return grows, why, found._asdict()

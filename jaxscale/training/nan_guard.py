@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import cluster
 from jaxscale.collectives import vary
 from jaxscale.metrics.text import few
+from jaxscale.optim.matrices import is_dealt
 from jaxscale.optim.tree_paths import path_name
 from jaxscale.training.types import Metrics, StepOutputs, TrainState, Update
 
@@ -161,10 +162,15 @@ def if_good(
 def count_steps(opt_state: Any, steps: int = 1) -> Any:
   """Increase the step counts in an optimizer's state, as after skipped steps.
 
-  All integers in the state are counts. Otherwise the optimizer's schedule would lag
-  behind the run's. Adam's bias corrections advance too, ahead of the moments.
+  All integers in the state are counts, except those of a `MatrixState`. Otherwise the
+  optimizer's schedule would lag behind the run's. Adam's bias corrections advance too, ahead
+  of the moments.
   """
-  return jax.tree.map(lambda x: x + steps if jnp.issubdtype(x.dtype, jnp.integer) else x, opt_state)
+
+  def counted(x: Any) -> Any:
+    return x if is_dealt(x) or not jnp.issubdtype(x.dtype, jnp.integer) else x + steps
+
+  return jax.tree.map(counted, opt_state, is_leaf=is_dealt)
 
 
 class Diagnosis(NamedTuple):

@@ -90,8 +90,9 @@ def read_part(stored: Stored, part: Callable[[np.ndarray], np.ndarray]) -> np.nd
         bounds = slice(low - start, high - start)
         read_at(file.fileno(), raw[bounds].data, stored.begin + low - start, str(stored.path))
       elif view.nbytes:
-        for inner in np.moveaxis(view, np.argmax(view.strides), 0):
-          fill(inner)
+        outer = np.moveaxis(view, np.argmax(view.strides), 0)
+        for i in range(len(outer)):
+          fill(outer[i, ...])  # A view even of a number.
 
     view = part(whole)
     is_view = np.may_share_memory(view, whole)

@@ -77,6 +77,18 @@ def test_muon_and_sgd():
 
 
 WIDE = cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=64)
+
+
+def test_an_optimizer_of_ones_own_has_only_its_own_settings():
+  own = type("Own", (cfg.Optimizer,), {"update_rule": "adam"})
+  config = small(optimizer=own(lr=0.01))
+  rows = values(config, config)
+  assert not {"optimizer.weight_decay", "optimizer.eps"} & rows.keys()
+  own.update_rule = "lion"
+  with pytest.raises(ConfigError, match="Own cannot transfer from"):
+    values(config, config)
+
+
 REFUSED = [
   (dict(optimizer=cfg.LAMB(lr=1.0)), "optimizer=LAMB cannot transfer from AdamW"),
   (dict(parametrization=cfg.MuP(base=BASE)), "parametrization=MuP cannot transfer from CompleteP"),
@@ -118,7 +130,7 @@ def test_the_report_of_runs(tmp_path, capsys, monkeypatch):
     for seed in (0, 1):
       config = small(optimizer=cfg.AdamW(lr=rate), seed=seed)
       write(tmp_path / f"r{rate}-{seed}", config, None if loss is None else loss + 0.01 * seed)
-  large = small(batch_size=64, model=WIDE)
+  large = small(batch_size=64, model=WIDE, clip_norm=1.0)
   (tmp_path / "large.py").write_text(HEAD + repr(large))
   names = sorted(path.name for path in tmp_path.glob("r0*"))
   assert cli.main(["transfer", *names, "--config", "large.py"]) == 0
@@ -126,7 +138,8 @@ def test_the_report_of_runs(tmp_path, capsys, monkeypatch):
   lines = page.splitlines()
   assert re.fullmatch(r"0\.002 +2\.0050", lines[2])
   assert "best lr 0.002 (parabola in log2), between 0.001 and 0.004" in page
-  assert "CompleteP: width 32 to 64" in page
+  assert "CompleteP, for a config that differs in\n  model.width: 32 to 64\n" in page
+  assert "\n  clip_norm: None to 1.0\n" in page  # no rule applies to it
   assert lines[-1].startswith("jaxscale train --config ")
   assert " --config.lr_scaling=none --config.optimizer.lr=0.004 " in lines[-1]
   assert cli.main(["transfer", names[0], names[2], "--config", "large.py"]) == 2

@@ -11,11 +11,12 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import models
 from jaxscale.collectives.planner import Dim, Link, torus_seconds
+from jaxscale.experiment.derive import derive
 from jaxscale.hlo import Memory, parse
 from jaxscale.jobs.site import load_site
 from jaxscale.planning import fits, kernels, machine, step_plan, timeline, transfer
 from jaxscale.planning.fits import Fit, RefusedError
-from jaxscale.planning.job import RunLength, job_of
+from jaxscale.planning.job import RunLength, job_of, savings
 from jaxscale.planning.machine import CORNERS, Machine, hosts, rates_of
 from jaxscale.planning.step_plan import Compiled, Step, compile_step, step_on
 from jaxscale.planning.topologies import Chips
@@ -310,6 +311,28 @@ def test_a_job_with_failures_and_a_price():
   assert job.price == pytest.approx(2 * 64 * hours)
   free = job_of(run, a_step(), rates_of("h100"))
   assert (free.interval, free.restarts, free.kwh, free.price) == (None, 0, None, None)
+
+
+def test_the_savings_of_a_growing_batch_by_hand():
+  """16,000 examples: 500 steps of 16, 125 of 32, 62.5 of 64; a step takes 1 ms + 0.1 ms a row."""
+  phases = cfg.Growing(when=cfg.AtExamples(examples=(8_000, 12_000)), max_batch_size=64)
+  config = small_config(phases=phases, epochs=10)
+  experiment = SimpleNamespace(config=config, derived=derive(config, 1_600, 100, 8))
+
+  def planned(devices, rows):
+    took = {c: (1e-3 + 1e-4 * rows) * x for c, x in {"low": 2, "expected": 1, "high": 0.5}.items()}
+    return a_step(devices, **took)._replace(rows=rows, batch_size=devices * rows)
+
+  found = savings(experiment, [planned(8, 2), planned(16, 1)], planned)
+  assert [s.devices for s in found] == [8, 16]
+  assert all(s.steps == {16: 500, 32: 125, 64: 63} for s in found)
+  assert found[0].seconds["expected"] == pytest.approx(500 * 1.2e-3 + 125 * 1.4e-3 + 63 * 1.8e-3)
+  assert found[1].seconds["low"] == pytest.approx(2 * (500 * 1.1e-3 + 125 * 1.2e-3 + 63 * 1.4e-3))
+  assert found[0].constant_steps == pytest.approx(1_000, abs=2)  # The last step may be too large.
+  assert found[0].constant_seconds == found[0].constant_steps * planned(8, 2).seconds["expected"]
+  constant = small_config(epochs=10)
+  plain = SimpleNamespace(config=constant, derived=derive(constant, 1_600, 100, 8))
+  assert savings(plain, [planned(8, 2)], planned) == ()
 
 
 HOSTS = {"v5e": {256: 64, 8: 1, 16: 4}, "v6e": {512: 128}, "v4": {32: 8}, "v5p": {4: 1}}

@@ -1,5 +1,8 @@
 """Functions of whole matrices are computed by one owner each, under every layout."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +16,13 @@ from jaxscale import hlo
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
 from jaxscale.optim import init_matrices, map_matrices, matrix_rows
-from jaxscale.optim.matrices import Leaf, cubic, dealt_by
+from jaxscale.optim.matrices import Leaf, cubic, dealt_by, is_dealt
 from jaxscale.parallel import deal, make_layout
 from jaxscale.parallel.deal import make_dealer
+from jaxscale.training.nan_guard import count_steps
 from support.configs import small_config
 from support.dealt import MESHES, RULES, SHAPES, STACKED, layout_of, numbers, put
+from support.saving import restore, save
 
 
 def of_whole(x):
@@ -140,6 +145,17 @@ def test_state_stays_with_the_owner_of_its_matrix(name):
         np.testing.assert_allclose(kept["sum"][row], leaf[index], rtol=1e-5)
 
 
+def test_a_skipped_step_counts_no_matrices():
+  """Rows without a matrix must stay 0: a checkpoint of another layout does not have them."""
+  make = lambda shape, dtype: {"count": jnp.zeros((), jnp.int32)}  # noqa: E731
+  layout = layout_of("fsdp")
+  with dealt_by(make_dealer(layout)):
+    state = init_matrices(make, {"head": layout.shapes["head"]})
+  count, after = count_steps((jnp.int32(3), state))
+  assert int(count) == 4
+  assert after.by_shape["8x24"]["count"].tolist() == [0] * 8
+
+
 class Summed(cfg.Optimizer):
   """Sums of the gradients of matrices, kept by their owners."""
 
@@ -173,3 +189,42 @@ def test_an_optimizer_of_a_config_file_is_dealt_out():
   assert all(x.sharding.spec == P(experiment.mesh.axis_names) for x in rows)
   text = experiment.lower_train_step(state).compile().as_text()
   assert "all-gather" in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_state_that_is_a_bare_array_is_dealt_out_again(devices, tmp_path):
+  """Each row of the sums is that of its matrix, on fewer devices and with fewer rows."""
+  config = small_config(optimizer=Summed(lr=0.1), model=cfg.MLP(hidden=(8, 8, 8)))
+  datasets = config.data.abstract(config.batch_size)
+  experiment = build.experiment(config, datasets=datasets)
+  saved = experiment.init_state()
+  numbers = itertools.count(1)  # Rows without a matrix stay 0.
+  marked = jax.tree.map(lambda node: mark(node, numbers), saved.opt_state, is_leaf=is_dealt)
+  save(tmp_path, saved := saved._replace(opt_state=marked))
+  fewer = build.experiment(config, datasets=datasets, devices=jax.devices()[:devices])
+  state = restore(tmp_path, fewer.abstract_state())
+  before, now = (dict(sums_of(x)) for x in (saved, state))
+  assert len(now) == 4 and before.keys() == now.keys()
+  for name, x in now.items():
+    np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+def mark(node, numbers):
+  """Return a node whose matrices are all different, if it is a `MatrixState`."""
+  if not is_dealt(node):
+    return node
+  by_shape = {}
+  for shape, names in node.rows:
+    x = node.by_shape[shape]
+    rows = [np.full(x.shape[1:], next(numbers) if name else 0, x.dtype) for name in names]
+    by_shape[shape] = jax.device_put(np.stack(rows), x.sharding)
+  return dataclasses.replace(node, by_shape=by_shape)
+
+
+def sums_of(state):
+  """Yield the name and the sums of each matrix."""
+  nodes = jax.tree.leaves(jax.device_get(state.opt_state), is_leaf=is_dealt)
+  (sums,) = (x for x in nodes if is_dealt(x))
+  for shape, names in sums.rows:
+    assert len(names) == len(sums.by_shape[shape])
+    yield from ((name, x) for name, x in zip(names, sums.by_shape[shape], strict=True) if name)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +58,25 @@ def run_group(command, count=2, num_devices=1, **env: str):
   """Return (stdout, stderr, exit code) of each process of one run."""
   with killed_at_end(*start_group(command, count, num_devices, **env)) as group:
     return [(*p.communicate(timeout=240), p.returncode) for p in group]
+
+
+def listening(pids) -> set[tuple[str, int]]:
+  """Return the IPv4 addresses and ports where processes listen, "127.0.0.1" for all addresses."""
+  found, own = {}, set()
+  for table in ("tcp", "tcp6"):
+    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+      _, local, _, state, *_, inode = line.split()[:10]
+      address, _, port = local.partition(":")
+      if state == "0A":
+        quad = bytes.fromhex(address[-8:])[::-1]
+        host = "127.0.0.1" if quad in (bytes(4), b"\x01\0\0\0") else socket.inet_ntoa(quad)
+        found[f"socket:[{inode}]"] = host, int(port, 16)
+  for pid in pids:
+    with contextlib.suppress(OSError):
+      for file in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+          own.add(os.readlink(f"/proc/{pid}/fd/{file}"))
+  return {place for inode, place in found.items() if inode in own}
 
 
 def line_of(process) -> str:

@@ -193,6 +193,36 @@ def hunt(place, until):
   return sorted(found)
 
 
+def peer(place, until):
+  """Take the place of a Gloo peer at every address in stdin: "IP PORT", one a line.
+
+  Gloo believes whoever sends the number of a connection: a small integer of 8 bytes.
+  """
+  heard, threads = [], []
+
+  def visit(address, port, number):
+    with contextlib.suppress(OSError):
+      sock = socket.create_connection((address, port), timeout=1)
+      sock.sendall(number.to_bytes(8, "little"))
+      body = b'["forged"]'
+      head = [48 + len(body), number % 4, 0, 0, len(body), 0]  # of a message
+      sock.settimeout(0.05)
+      for turn in range(60):
+        if number >= 3 and turn % 10 == 9:
+          sock.sendall(b"".join(n.to_bytes(8, "little") for n in head) + body)
+        with contextlib.suppress(TimeoutError):
+          heard.append(sock.recv(1 << 16).decode("latin-1"))
+
+  for line in sys.stdin:
+    address, port = line.split()
+    for number in range(6):
+      threads.append(threading.Thread(target=visit, args=(address, int(port), number)))
+      threads[-1].start()
+  for thread in threads:
+    thread.join()
+  return [text for text in heard if text]
+
+
 def squat(place, until):
   """Listen in place of process 0, and send the two lines that it would send."""
   with socket.create_server(place, backlog=1000) as server, selectors.DefaultSelector() as selector:
@@ -258,7 +288,8 @@ def starter():
     def begin(name, ports=(), address="127.0.0.1", seconds=4.0, recorded=b"?\n"):
       words = name, address, ",".join(map(str, ports or [0])), str(seconds), recorded.hex()
       command = [sys.executable, __file__, *words]
-      process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+      pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+      process = stack.enter_context(subprocess.Popen(command, **pipes))
       stack.callback(process.terminate)
       assert process.stdout.readline() == "ready\n"
       return process
@@ -282,5 +313,5 @@ if __name__ == "__main__":
     os.setgid(NOBODY)
     os.setuid(NOBODY)
   print("ready", flush=True)
-  attack = {f.__name__: f for f in [*CONNECTING, *LISTENING, replay, siege, hunt]}[name]
+  attack = {f.__name__: f for f in [*CONNECTING, *LISTENING, replay, siege, hunt, peer]}[name]
   print(json.dumps(attack((address, port), time.monotonic() + float(seconds))))

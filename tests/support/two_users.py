@@ -3,7 +3,6 @@
 Only root can act as both, so tests that use `users` skip without it.
 """
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -16,26 +15,7 @@ import pytest
 from support.commands import child_env
 
 VICTIM, ATTACKER = 1001, 1002
-_SEARCH = 2  # CAP_DAC_READ_SEARCH
-_KEEPCAPS, _AMBIENT, _RAISE = 8, 47, 2  # of prctl(2)
-_VERSION = 0x20080522  # of capset(2)
-
-
-def become(uid: int, groups: tuple[int, ...] = ()) -> None:
-  """Give up root for a user, with a group of the same number; for a child process.
-
-  The right to search all directories stays, as Python and its packages may be in one that only
-  root can open. The right to write, and owners of new files, are the user's.
-  """
-  libc = ctypes.CDLL(None, use_errno=True)
-  os.setgroups(groups)
-  os.setresgid(uid, uid, uid)
-  libc.prctl(_KEEPCAPS, 1, 0, 0, 0)
-  os.setresuid(uid, uid, uid)
-  bits = 1 << _SEARCH
-  head, sets = (ctypes.c_uint32 * 2)(_VERSION, 0), (ctypes.c_uint32 * 6)(bits, bits, bits, 0, 0, 0)
-  libc.capset(head, sets)
-  libc.prctl(_AMBIENT, _RAISE, _SEARCH, 0, 0)
+_BECOME = Path(__file__).with_name("become.py")
 
 
 class Users:
@@ -63,17 +43,15 @@ class Users:
     env = {k: v for k, v in child_env().items() if not k.startswith(("XDG_", "JAX_COMPILATION"))}
     return env | {"HOME": str(home), "PYTHONDONTWRITEBYTECODE": "1"} | variables
 
-  def popen(self, uid: int, *command, groups=(), cwd=None, **variables: str):
+  def popen(
+    self, uid: int, *command, groups=(), cwd=None, stdin=subprocess.DEVNULL, **variables: str
+  ):
     """Start a command as a user, with its output in pipes."""
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
-    return subprocess.Popen(
-      [*map(str, command)],
-      preexec_fn=lambda: become(uid, groups),
-      cwd=cwd or self.folder,
-      env=self.env(uid, **variables),
-      text=True,
-      **options,
-    )
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=stdin, text=True)
+    # Not as `preexec_fn`, which forks, and JAX warns of forks.
+    words = [sys.executable, "-I", _BECOME, uid, ",".join(map(str, groups)), *command]
+    env = self.env(uid, **variables)
+    return subprocess.Popen([*map(str, words)], cwd=cwd or self.folder, env=env, **options)
 
   def run(self, uid: int, *command, timeout=120, **options) -> subprocess.CompletedProcess[str]:
     """Run a command as a user to its end; `options` are those of `popen`."""

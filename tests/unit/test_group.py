@@ -181,9 +181,7 @@ ODD = [None, 5, "a", [], ["a"], ["b", 1], ["a", 1, 2], [["a"], 1], {"a": 1, "b":
 @pytest.mark.parametrize("message", ODD, ids=range(len(ODD)))
 def test_a_process_at_another_step_is_named(three, message):
   three[1].links[0].send(message)
-  with pytest.raises(
-    PeerError, match=r"process 1 \(n2\) is at .*, but process 0 \(n1\) is at 'a'; st"
-  ):
+  with pytest.raises(PeerError, match=r"process 1 \(n2\) is at .*, but process 0 \(n1\) is"):
     groups.receive(three[0], 1, "a")
 
 

@@ -197,7 +197,7 @@ MISTAKES = {
   "words": (dict(when=rule_with("a", "b")), r"Points\.build returned tuple; return .* numbers"),
   "nan": (
     dict(when=rule_with(math.nan, 64.0)),
-    r"Points\.build returned tuple; return a tuple of finite numbers",
+    r"Points\.build returned tuple; return a tuple of numbers",
   ),
   "rising": (dict(schedule=Rising()), r"this one rises at step 500; use AtExamples"),
   "constant": (dict(schedule=Flat()), "never grows: it may grow after"),

@@ -11,6 +11,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import data, optim
 from jaxscale.errors import ConfigError
+from jaxscale.experiment import build
 from jaxscale.experiment.model import as_functions, make_model, parametrized
 from jaxscale.experiment.optimizer import make_optimizer
 from jaxscale.models.stack import stack_logits
@@ -254,7 +255,21 @@ def test_kernels_of_equinox_are_transposed():
     optim.mup(leaves, "adam", out_first=True)
 
 
+class Rated(cfg.AdamW):
+  update_rule = "lion"
+
+
+def returning(factors):
+  return type("Own", (cfg.Parametrization,), {"build": lambda self, context: factors})()
+
+
 REFUSED = [
+  (dict(optimizer=Rated(lr=0.1)), "has no rule for Rated"),
+  (
+    dict(parametrization=returning({"head/kernel": 0.5})),
+    "maps 'head/kernel' to 0.5; return a dict from",
+  ),
+  (dict(parametrization=returning({"haed": optim.LeafFactors()})), "maps 'haed' to LeafFactors"),
   (dict(optimizer=cfg.LAMB(lr=0.1)), "has no rule for LAMB; use AdamW, Muon or SGD"),
   (dict(optimizer=cfg.LARS(lr=0.1)), "has no rule for LARS"),
   (dict(optimizer=cfg.SGD(lr=0.1)), "has no rule for SGD and another number of layers"),
@@ -268,6 +283,18 @@ def test_what_has_no_rule_is_refused(fields, message):
   config = text_config(64, 8, cfg.CompleteP(base=BASE))
   with pytest.raises(ConfigError, match=message):
     factors_of(dataclasses.replace(config, **fields))
+
+
+PATTERNS = [(cfg.CompleteP, "branch_ends", "^layer/o/"), (cfg.MuP, "outputs", "^haed/")]
+
+
+@pytest.mark.parametrize(("kind", "name", "pattern"), PATTERNS)
+def test_a_pattern_without_a_parameter_is_refused(kind, name, pattern):
+  """It would train without the multipliers of the ends of branches, or of outputs."""
+  config = text_config(64, 8, kind(base=BASE, **{name: pattern}))
+  message = rf"{kind.__name__}\.{name}=.* matches no parameter; paths are"
+  with pytest.raises(ConfigError, match=message):
+    build.experiment(config)
 
 
 def test_a_base_of_another_structure_is_refused():

@@ -1,5 +1,6 @@
 """The secret of processes that only JAX has connected: from a private file, or a line says so."""
 
+import itertools
 import os
 import stat
 import threading
@@ -101,11 +102,38 @@ def test_a_file_that_another_user_has_replaced_is_never_believed(agree, monkeypa
   create = pod_secret._create
 
   def replaced(workdir):
-    name, problem = create(workdir)
-    REPLACED[how](workdir / name)
-    return name, problem
+    path, problem = create(workdir)
+    REPLACED[how](path)
+    return path, problem
 
   monkeypatch.setattr(pod_secret, "_create", replaced)
   results, calls = agree()
   assert all(isinstance(e, ConfigError) for e in results) and len({str(e) for e in results}) == 1
-  assert ".secret-" in str(results[0]) and not any(isinstance(v, str) for v in calls[-1])
+  assert (
+    ".secret-" in str(results[0])
+    and "; " in str(results[0])
+    and not any(isinstance(v, str) for v in calls[-1])
+  )
+
+
+def test_a_forged_name_makes_process_0_remove_nothing(agree, tmp_path, monkeypatch):
+  (tmp_path / "kept").write_text("0" * 64)
+
+  def forging(gather):
+    turns = itertools.count()
+
+    def forged(value):
+      values = gather(value)
+      return [["../kept", ""], *values[1:]] if next(turns) == 1 else values
+
+    return forged
+
+  real = pod_secret.agree
+  monkeypatch.setattr(
+    pod_secret,
+    "agree",
+    lambda workdir, rank, gather, env: real(workdir / "a", rank, forging(gather), env),
+  )
+  results, _ = agree()
+  assert (tmp_path / "kept").exists() and not any((tmp_path / "a").iterdir())
+  assert len({*results}) == 1 and results[0] != bytes(32)
