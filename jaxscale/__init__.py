@@ -18,11 +18,11 @@ __version__ = "0.3.0"
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-if sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]:
+_is_command = sys.argv[:1] == ["-m"] and "jaxscale" in sys.orig_argv[-len(sys.argv)]
+if _is_command and not sys.flags.safe_path:
   # `python -m jaxscale` puts the current directory first on the path, so that a random.py in
   # it, which anybody may have written, would be imported. Only a source tree stays, at the end.
-  if not sys.flags.safe_path and (first := sys.path.pop(0)) == _ROOT:
-    sys.path.append(first)
+  sys.path[:] = sys.path[1:] + [path for path in sys.path[:1] if path == _ROOT]
 
 if sys.argv[:1] == ["-m"] and not importlib.util.find_spec("jax"):
   # A newcomer may run `python3 -m jaxscale` with a Python that lacks the packages.
