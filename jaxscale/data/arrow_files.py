@@ -6,6 +6,7 @@ be lists of lists, and tensors of Arrow's type `fixed_shape_tensor`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -18,20 +19,24 @@ from jaxscale.data.dataset import Spec
 from jaxscale.data.directory import paths_identity
 from jaxscale.data.npy_files import check_unpacked
 from jaxscale.data.tables import Table, by_chunk, cached, chosen_names, even_starts, spread_identity
-from jaxscale.data.tfrecord import OpenFile
 from jaxscale.errors import ConfigError, invalid, message_of
-from jaxscale.files import read_json, refuse_pointer, require_json
+from jaxscale.files import open_regular, read_json, refuse_pointer, require_json
 
 _RECORD_BATCH = 1000  # rows of a record batch, as `datasets` writes them
 SUFFIXES = ".parquet", ".arrow", ".feather", ".ipc"
 
 
 class _File(NamedTuple):
-  """Opened file: its schema, the rows of each chunk, and a function that reads a chunk."""
+  """Opened file: its schema, the rows of each chunk, and a function that reads a chunk.
+
+  `check` raises OSError if a file that is mapped into memory became shorter; arrays may be views
+  of it, so it is called before each use of a chunk.
+  """
 
   schema: Any
   lengths: list[int]
   read: Callable[[int, Sequence[str]], Any]
+  check: Callable[[], None] = lambda: None
 
 
 def open_arrow(
@@ -82,6 +87,7 @@ def open_arrow(
   chunk = cached(arrays_of, cache_bytes // max(largest, 1))
 
   def read(number: int, rows: np.ndarray) -> dict[str, np.ndarray]:
+    files[chunks[number][0]].check()
     return {n: rows_of(array, rows) for n, array in chunk(number).items()}
 
   every = functools.partial(by_chunk, starts=starts, read=read)
@@ -146,9 +152,8 @@ def _opened(path: Path) -> _File:
   from pyarrow import parquet
 
   try:
-    opened = OpenFile(str(path))
-    size = os.fstat(opened.descriptor).st_size
-    magic = refuse_pointer(path, os.pread(opened.descriptor, 24, 0))[:6]
+    with open_regular(path) as file:
+      magic, size = refuse_pointer(path, file.read(24))[:6], os.fstat(file.fileno()).st_size
     if magic[:4] == b"PAR1":
       metadata = parquet.read_metadata(path)
       groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -177,12 +182,12 @@ def _opened(path: Path) -> _File:
     problem = f"cannot be opened ({e!s:.200})".replace("\n", " ")
     raise invalid("path", str(path), problem, "write it again") from None
 
-  def mapped(number: int, _: Sequence[str]) -> Any:
-    if os.fstat(opened.descriptor).st_size < size:  # Reading it would be a SIGBUS.
-      raise OSError(None, "became shorter while it was read", str(path))
-    return batches[number]
+  def check() -> None:
+    with contextlib.suppress(FileNotFoundError):  # A deleted file keeps its content.
+      if os.stat(path).st_size < size:  # Reading it would be a SIGBUS.
+        raise OSError(None, "became shorter while it was read", str(path))
 
-  return _File(reader.schema, [len(batch) for batch in batches], mapped)
+  return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i], check)
 
 
 def _specs(table: Any, names: Sequence[str]) -> dict[str, Spec]:
