@@ -18,6 +18,12 @@ $(error $(PYTHON) is Python $(MINOR), jaxscale needs 3.11 or newer: make PYTHON=
 endif
 # Pinned for the versions we test; a newer Python takes what pip resolves.
 PINS := $(wildcard requirements/py$(MINOR).txt)
+TFDS_PINS := $(wildcard requirements/py$(MINOR)-tfds.txt)
+DOCS_PINS := $(wildcard requirements/py$(MINOR)-docs.txt)
+# Installs the pins of a file, with hashes, if there is one.
+pinned = $(if $(2),$(1)/python -m pip install --quiet --require-hashes -r $(2))
+# Of pip, where all is pinned: nothing without a hash is downloaded, not even to build jaxscale.
+NOTHING_ELSE := --no-deps --no-build-isolation
 VENV := .venv$(if $(filter 311,$(MINOR)),,$(MINOR))
 BIN := $(VENV)/bin
 
@@ -69,7 +75,7 @@ others: $(VENV)-others/.installed
 
 $(VENV)-others/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)-others
-	$(VENV)-others/bin/python -m pip install --quiet $(if $(PINS),-r $(PINS))
+	$(call pinned,$(VENV)-others/bin,$(PINS))
 	$(VENV)-others/bin/python -m pip install --quiet -e '.[others,dev]'
 	touch $@
 
@@ -80,10 +86,10 @@ docs: docs-env
 
 docs-env: $(VENV)-docs/.installed
 
-$(VENV)-docs/.installed: pyproject.toml $(PINS)
+$(VENV)-docs/.installed: pyproject.toml $(PINS) $(DOCS_PINS)
 	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -m pip install --quiet $(if $(PINS),-r $(PINS))
-	$(VENV)-docs/bin/python -m pip install --quiet -e '.[docs]'
+	$(call pinned,$(VENV)-docs/bin,$(or $(DOCS_PINS),$(PINS)))
+	$(VENV)-docs/bin/python -m pip install --quiet $(if $(DOCS_PINS),$(NOTHING_ELSE)) -e '.[docs]'
 	touch $@
 
 lint: env
@@ -107,8 +113,8 @@ env: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml $(PINS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(if $(PINS),--require-hashes -r $(PINS))
-	$(BIN)/python -m pip install --quiet $(if $(PINS),--no-deps) -e '.[dev]'
+	$(call pinned,$(BIN),$(PINS))
+	$(BIN)/python -m pip install --quiet $(if $(PINS),$(NOTHING_ELSE)) -e '.[dev]'
 	touch $@
 
 # Crops of JPEGs that decode no more than their box: needs a C compiler and
@@ -120,10 +126,10 @@ jpeg: env
 # own, which training never sees.
 tfds: $(VENV)-tfds/.installed
 
-$(VENV)-tfds/.installed: pyproject.toml $(wildcard requirements/py$(MINOR)-tfds.txt)
+$(VENV)-tfds/.installed: pyproject.toml $(TFDS_PINS)
 	$(PYTHON) -m venv $(VENV)-tfds
-	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),-r requirements/py$(MINOR)-tfds.txt)
-	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(wildcard requirements/py$(MINOR)-tfds.txt),--no-deps) -e '.[tfds,dev]'
+	$(call pinned,$(VENV)-tfds/bin,$(TFDS_PINS))
+	$(VENV)-tfds/bin/python -m pip install --quiet $(if $(TFDS_PINS),$(NOTHING_ELSE)) -e '.[tfds,dev]'
 	touch $@
 
 fashion_mnist: tfds
@@ -150,6 +156,10 @@ lock: env
 	  $(BIN)/uv pip compile pyproject.toml --extra tfds --extra dev --python-version $$v \
 	    --universal --generate-hashes --no-header --no-annotate --upgrade -q -o requirements/py$$n-tfds.txt \
 	  || exit 1; done
+	$(BIN)/uv pip compile pyproject.toml --extra docs --extra dev --python-version 3.11 \
+	  --universal --generate-hashes --no-header --no-annotate -c requirements/py311.txt -q -o requirements/py311-docs.txt
+	sed -n 's/^requires = \["\(.*\)"\]$$/\1/p' pyproject.toml | $(BIN)/uv pip compile - --python-version 3.11 \
+	  --universal --generate-hashes --no-header --no-annotate -c requirements/py311.txt -q -o requirements/build.txt
 
 # What is installed, with its licence, one line per package.
 licences: env

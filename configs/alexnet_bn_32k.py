@@ -1,6 +1,6 @@
 """AlexNet-BN on ImageNet by LARS at batch 32,768: ImageNet in minutes.
 
-Command    srun python -m jaxscale.train --config configs/alexnet_bn_32k.py
+Command    srun jaxscale train --config configs/alexnet_bn_32k.py
 Hardware   not run here: needs ImageNet and a cluster. Published: 512 KNL in 24
            minutes, 1,024 Skylake in 11 (arXiv:1709.05011)
 Result     published: 58.5 % and 58.6 % top-1 after 100 epochs (as recalled from

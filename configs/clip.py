@@ -1,6 +1,6 @@
 """Two towers trained by contrast of pairs: CLIP (InfoNCE) or SigLIP.
 
-Command    python -m jaxscale.train --config configs/clip.py
+Command    jaxscale train --config configs/clip.py
            the same with configs/clip.py:siglip
 Hardware   2 CPU cores (AMD EPYC), jax 0.10.2, Python 3.11
 Time       12 s each of processor time; 2026-11-27

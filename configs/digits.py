@@ -1,6 +1,6 @@
 """The quickstart: a small CNN on the embedded UCI digits, in seconds.
 
-Command    python -m jaxscale.train --config configs/digits.py   (make train)
+Command    jaxscale train --config configs/digits.py   (make train)
 Hardware   2 CPU cores (Xeon), jax 0.10.2, Python 3.11
 Time       seconds (docs/measured.md)
 Result     98.06 % of the 360 validation digits (target 97 %)

@@ -1,8 +1,8 @@
 """Distillation of the digits' CNN into a small MLP.
 
-Command    python -m jaxscale.train --config configs/digits.py --workdir runs/digits
+Command    jaxscale train --config configs/digits.py --workdir runs/digits
            jaxscale export runs/digits --to runs/teacher.safetensors
-           python -m jaxscale.train --config configs/distill.py
+           jaxscale train --config configs/distill.py
 Hardware   2 CPU cores (AMD EPYC), jax 0.10.2, Python 3.11
 Time       20 s of processor time; 2026-11-27
 Result     91.1 % of the 360 validation digits (teacher 98.06 %); the same with

@@ -1,6 +1,6 @@
 """Deep Q-learning from recorded transitions, with a target network.
 
-Command    python -m jaxscale.train --config configs/dqn.py
+Command    jaxscale train --config configs/dqn.py
 Hardware   2 CPU cores (AMD EPYC), jax 0.10.2, Python 3.11
 Time       10 s of processor time; 2026-11-27
 Result     the best action in all 1,024 validation states, error of its value below 5e-5

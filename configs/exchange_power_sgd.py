@@ -1,6 +1,6 @@
 """PowerSGD on the digits: an exchange of your own that sends low-rank gradients.
 
-Command    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config configs/exchange_power_sgd.py
+Command    JAX_NUM_CPU_DEVICES=8 jaxscale train --config configs/exchange_power_sgd.py
 Hardware   2 CPU cores (AMD EPYC), 8 simulated devices, jax 0.10.2, Python 3.11
 Time       14 s of processor time; 2026-11-27
 Result     93.06 % of the 360 validation digits, with matrices of rank 2

@@ -1,6 +1,6 @@
 """Top-k gradients on the digits: an exchange of your own, with error feedback.
 
-Command    JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train --config configs/exchange_top_k.py
+Command    JAX_NUM_CPU_DEVICES=8 jaxscale train --config configs/exchange_top_k.py
 Hardware   2 CPU cores (AMD EPYC), 8 simulated devices, jax 0.10.2, Python 3.11
 Time       13 s of processor time; 2026-11-27
 Result     95.56 % of the 360 validation digits, with 2 % of the gradients' elements per device

@@ -1,6 +1,6 @@
 """Fashion-MNIST by SGD, or by LARS at batch 4,096.
 
-Command    python -m jaxscale.train --config configs/fashion_mnist.py (SGD at 256)
+Command    jaxscale train --config configs/fashion_mnist.py (SGD at 256)
            the same with configs/fashion_mnist.py:lars (LARS at 4,096)
            after `make fashion_mnist`
 Hardware   2 CPU cores (Xeon), jax 0.10.2, Python 3.11

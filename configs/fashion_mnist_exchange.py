@@ -1,7 +1,7 @@
 """Accuracy with each gradient exchange on Fashion-MNIST.
 
 Command    python benchmarks/exchange_accuracy.py runs all of it, three seeds each; one
-           is JAX_NUM_CPU_DEVICES=8 python -m jaxscale.train
+           is JAX_NUM_CPU_DEVICES=8 jaxscale train
              --config configs/fashion_mnist_exchange.py:one_bit
            after `make fashion_mnist`
 Hardware   2 Xeon cores, 8 simulated devices

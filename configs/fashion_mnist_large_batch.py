@@ -1,7 +1,7 @@
 """SGD, LARS and LAMB on Fashion-MNIST at large batch.
 
 Command    python benchmarks/large_batch.py runs all of it, three seeds each; one is
-           python -m jaxscale.train
+           jaxscale train
              --config configs/fashion_mnist_large_batch.py:lars-16384
            after `make fashion_mnist`
 Hardware   2 Xeon cores, 10 to 35 s per run

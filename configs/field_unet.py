@@ -1,6 +1,6 @@
 """A 3-D U-Net that predicts the change of a field within a time step, from zarr.
 
-Command    python -m jaxscale.train --config configs/field_unet.py
+Command    jaxscale train --config configs/field_unet.py
            writes its example, 1,152 fields in two zarr stores, into the cache. With
            --config.data.path=train.zarr --config.data.eval_path=val.zarr it trains on your own
            arrays "field" and "change", float [n, depth, height, width]

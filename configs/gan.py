@@ -1,6 +1,6 @@
 """A GAN with an R1 penalty and two optimizers, on eight Gaussians around a circle.
 
-Command    python -m jaxscale.train --config configs/gan.py
+Command    jaxscale train --config configs/gan.py
 Hardware   2 CPU cores (AMD EPYC), jax 0.10.2, Python 3.11
 Time       27 s of processor time; 2026-11-27
 Result     mean distance to the nearest center 0.15

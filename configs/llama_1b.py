@@ -1,6 +1,6 @@
 """A language model of 1.1 billion parameters, TinyLlama's, on 16 chips by FSDP.
 
-Command    srun python -m jaxscale.train --config configs/llama_1b.py
+Command    srun jaxscale train --config configs/llama_1b.py
            --config.data.path=DIR: DIR/train.bin and DIR/val.bin are tokens below
            32,000 as nanoGPT keeps them (uint16)
 Hardware   16 TPU v5e; `configs/llama_1b.py:h100` for 16 H100 in 2 hosts

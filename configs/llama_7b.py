@@ -1,6 +1,6 @@
 """Llama 2 with 7 billion parameters, on 256 chips.
 
-Command    srun python -m jaxscale.train --config configs/llama_7b.py
+Command    srun jaxscale train --config configs/llama_7b.py
            --config.data.path=DIR: DIR/train.bin and DIR/val.bin are tokens below
            32,000 as nanoGPT keeps them (uint16)
 Hardware   256 TPU v5e; `configs/llama_7b.py:h100` for 256 H100 in 32 hosts

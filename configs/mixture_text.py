@@ -1,6 +1,6 @@
 """A small language model of a mixture of two corpora, with whole documents packed into windows.
 
-Command    python -m jaxscale.train --config configs/mixture_text.py:corpora
+Command    jaxscale train --config configs/mixture_text.py:corpora
            corpora/web/train.jsonl and val.jsonl, and the same in corpora/code, have an object
            {"text": ...} per line
 Hardware   a CPU

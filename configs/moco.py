@@ -1,6 +1,6 @@
 """MoCo on the digits: a momentum encoder as the teacher, and a queue of its embeddings.
 
-Command    python -m jaxscale.train --config configs/moco.py
+Command    jaxscale train --config configs/moco.py
 Hardware   2 CPU cores (AMD EPYC), jax 0.10.2, Python 3.11
 Time       19 s of processor time; 2026-11-27
 Result     finds the shifted image of 28 % of the 360 validation digits

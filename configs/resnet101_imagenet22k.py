@@ -1,6 +1,6 @@
 """ResNet-101 on ImageNet-22k: a head of 21,841 classes, IBM DDL's run.
 
-Command    srun python -m jaxscale.train --config configs/resnet101_imagenet22k.py
+Command    srun jaxscale train --config configs/resnet101_imagenet22k.py
            with --config.data.path=DIR: DIR/train and DIR/val hold one directory
            per class
 Hardware   not run here: needs the data and a cluster. Published: 256 P100 in 64

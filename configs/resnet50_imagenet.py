@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet by SGD: the recipe of Goyal et al., batch 8,192.
 
-Command    srun python -m jaxscale.train --config configs/resnet50_imagenet.py
+Command    srun jaxscale train --config configs/resnet50_imagenet.py
 Hardware   256 P100 in the paper (arXiv:1706.02677): 1 hour, 76.26 % top-1
 Result     not run here yet: needs ImageNet, prepared by
            jaxscale prepare imagenet2012 --manual-dir DIR

@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet by LAMB at batch 32,768, as its authors released it.
 
-Command    srun python -m jaxscale.train --config configs/resnet50_lamb_32k.py
+Command    srun jaxscale train --config configs/resnet50_lamb_32k.py
 Hardware   not run here: needs ImageNet and a cluster. Published: 128 TPU v3 chips
 Result     published: 76.34 % top-1 in 90 epochs (log of the released code,
            fastalgo/imagenet_resnet50_lamb; paper arXiv:1904.00962)

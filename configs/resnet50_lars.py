@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet by LARS: MLPerf's table, batch 1,632 to 67,840.
 
-Command    srun python -m jaxscale.train --config configs/resnet50_lars.py:32768
+Command    srun jaxscale train --config configs/resnet50_lars.py:32768
 Hardware   not run here: needs ImageNet and a cluster. The published runs: TPU v3
            and v4 (Google), V100 to H100 (NVIDIA)
 Result     published, epochs to 75.9 % top-1 (reference convergence points of

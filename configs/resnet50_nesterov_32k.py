@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet by Nesterov momentum at batch 32,768: Nado et al.
 
-Command    srun python -m jaxscale.train --config configs/resnet50_nesterov_32k.py
+Command    srun jaxscale train --config configs/resnet50_nesterov_32k.py
 Hardware   not run here: needs ImageNet and a cluster. Published: 256 TPU v3 cores
 Result     published: 75.9 % top-1 in 2,512 steps, as many as LARS, about 310 s
            (README of Distributed Shampoo, google-research, on arXiv:2102.06356)

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on conversations, with LoRA and the loss on the answers alone.
 
-Command    python -m jaxscale.train --config configs/sft_chat.py
+Command    jaxscale train --config configs/sft_chat.py
            trains on sums that the run writes into the cache, from random parameters. With
            --config.data.path=DIR --config.data.tokenizer=MODEL/tokenizer.json
            --config.init_from=MODEL it adapts a model to DIR/train.jsonl and DIR/val.jsonl

@@ -1,6 +1,6 @@
 """SimCLR on the digits: two random views of an image are to be alike.
 
-Command    python -m jaxscale.train --config configs/simclr.py
+Command    jaxscale train --config configs/simclr.py
 Hardware   2 CPU cores (AMD EPYC), jax 0.10.2, Python 3.11
 Time       18 s of processor time; 2026-11-27
 Result     finds the shifted image of 46 % of the 360 validation digits

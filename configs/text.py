@@ -1,6 +1,6 @@
 """A small language model of bytes, on the text that the package carries.
 
-Command    python -m jaxscale.train --config configs/text.py
+Command    jaxscale train --config configs/text.py
            jaxscale generate runs/text --prompt "The "
            a layout is e.g. --config.mesh.data=1 --config.mesh.fsdp=2
            --config.mesh.model=4 --config.layout.shard=fsdp

@@ -1,6 +1,6 @@
 """A small Vision Transformer on Fashion-MNIST.
 
-Command    python -m jaxscale.train --config configs/vit_fashion_mnist.py
+Command    jaxscale train --config configs/vit_fashion_mnist.py
            after `make fashion_mnist`, with JAX_NUM_CPU_DEVICES=8 for 8 devices; a
            layout is e.g. --config.mesh.data=2 --config.mesh.fsdp=2
            --config.mesh.model=2 --config.layout.shard=fsdp

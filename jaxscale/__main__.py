@@ -1,4 +1,6 @@
-"""Entry point of `python -m jaxscale COMMAND`."""
+"""Entry point of `python -P -m jaxscale COMMAND`."""
+
+import sys
 
 from jaxscale.errors import leave
 
@@ -7,7 +9,7 @@ def main(argv: list[str]) -> int:
   """Run a command and return its exit code."""
   from jaxscale import cli  # imported late, when `leave` already handles Ctrl-C
 
-  return cli.main(argv, program="python -m jaxscale")
+  return cli.main(argv, program=f"python {'-P ' * sys.flags.safe_path}-m jaxscale")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   TPU=my-pod ZONE=us-central2-b bash launch/tpu_pod.sh --config configs/x.py \
 #     --workdir /mnt/shared/run
 #
-# gcloud starts `python -m jaxscale.train` with these arguments on each host of the slice. Each
+# gcloud starts `python -P -m jaxscale.train` with these arguments on each host of the slice. Each
 # process calls jax.distributed.initialize in jaxscale/cluster/rendezvous/join.py, and JAX
 # finds the other hosts. Every host needs the code in ~/jaxscale with the environment that
 # `make env` builds there. The workdir must be a mounted directory that all hosts share, not a

@@ -19,8 +19,7 @@ fail() { echo "error: $*" >&2; exit 1; }
 # With the first of them: the sdist, and the wheel from the unpacked sdist, so that the
 # sdist is shown to be whole.
 "$1" -m venv "$work/build"
-"$work/build/bin/python" -m pip install --quiet \
-  "$(sed -n 's/^requires = \["\(.*\)"\]$/\1/p' "$root/pyproject.toml")"
+"$work/build/bin/python" -m pip install --quiet --require-hashes -r "$root/requirements/build.txt"
 (cd "$root" && "$work/build/bin/python" -m hatchling build -t sdist -d "$work/dist")
 mkdir "$work/sdist"
 tar -xzf "$work"/dist/*.tar.gz -C "$work/sdist" --strip-components=1

@@ -12,7 +12,7 @@ from typing import Any
 from jaxscale.cli.parser import Namespace, Parser, directory, file, value
 from jaxscale.cli.submit import add_runs
 from jaxscale.cli.train import EXIT_CODES
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, printable
 
 
 def add_arguments(parser: Parser) -> None:
@@ -88,4 +88,4 @@ def in_session(args: Namespace, work: Any) -> int | None:
       remedy = f"to start again: {args.command_line}"
       return report_stop(config, watch.stop.agreed, "nothing is written", remedy)
     if cluster.is_leader():
-      print(line, flush=True)
+      print(printable(line, keep="\n\t"), flush=True)  # with names of classes from the run

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from jaxscale.cli.evaluate import add_run, workdir_of
 from jaxscale.cli.parser import Namespace, Parser, can_be_file, value
+from jaxscale.errors import printable
 from jaxscale.files import expand
 
 _OTHERS = ".bin", ".ckpt", ".gguf", ".json", ".npz", ".onnx", ".pt", ".pth"  # not written
@@ -42,7 +43,7 @@ def run(args: Namespace) -> None:
 
   options = {name: getattr(args, name) for name in ("step", "take", "dtype", "trust")}
   to = Path(file_in(args.to, "adapter_" * (args.naming == "peft")))
-  print(export(workdir_of(args), to, args.naming, **options))
+  print(printable(export(workdir_of(args), to, args.naming, **options), keep="\n\t"))
 
 
 def file_in(path: str, prefix: str = "") -> str:

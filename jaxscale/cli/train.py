@@ -80,7 +80,9 @@ def _run(args: Namespace) -> int | None:
     plan = read_plan(Path(args.plan))
   if (count := local_launch.choose_count(args.processes_per_node)) > 1:
     words = shlex.split(args.command_line)[len(args.program.split()) :]
-    python = [sys.executable, *["-P"] * sys.flags.safe_path, "-m", "jaxscale"]
+    # As in `jaxscale`, and unlike in `python -m`, the current folder is not imported.
+    is_safe = sys.flags.safe_path or not args.program.startswith("python")
+    python = [sys.executable, *["-P"] * is_safe, "-m", "jaxscale"]
     return local_launch.run([*python, *words], count)
   with open_session(config, workdir) as watch:
     from jaxscale.run.fit import fit  # Imports JAX, once all processes have joined.

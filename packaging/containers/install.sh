@@ -25,4 +25,4 @@ if ! diff <(versions) "$kept"; then
   echo "error: pip has replaced a part of the image's JAX, see above" >&2
   exit 1
 fi
-"$python" -m jaxscale --version
+"$python" -P -m jaxscale --version

@@ -68,7 +68,7 @@ def program(words):
   if words[:1] == ["srun"]:
     return program([w for w in words[1:] if not w.startswith("--ntasks")])
   first, *rest = [*words, ""]
-  name, rest = first.rpartition("/")[2], [w for w in rest if w]
+  name, rest = first.rpartition("/")[2], [w for w in rest if w not in ("", "-P")]
   if name == "python" and rest[:2] == ["-m", "jaxscale.train"]:
     return ["jaxscale", "train", *rest[2:]]
   if name == "python" and rest[0].endswith(".py"):

@@ -242,3 +242,17 @@ def test_make_trains_job_reaches_its_target(tmp_path):
   assert done.returncode == 0, done.stderr
   summary = json.loads((tmp_path / "digits" / "summary.json").read_text())
   assert summary["accuracy"] >= 0.97 and summary["seconds"] < 120
+
+
+def test_no_page_imports_from_the_current_folder():
+  """`python -m` would import a numpy.py in it, which others may have written."""
+  files = [*ROOT.glob("*.md"), *ROOT.glob("configs/*.py"), *ROOT.glob("launch/*")]
+  files += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/*.py"), *ROOT.glob("colabs/*.ipynb")]
+  files += [*ROOT.glob("packaging/**/*"), *ROOT.glob("jaxscale/jobs/bash/*")]
+  for path in files:
+    if path.is_file() and path.name != "CHANGELOG.md":
+      text = path.read_text()
+      if path.suffix == ".ipynb":  # what is written there; outputs are of former commands
+        text = "\n".join(cell.source for cell in nbformat.reads(text, 4).cells)
+      bare = re.findall(r".*python[\d.]* -m jaxscale.*", text)
+      assert not bare, (path, bare)

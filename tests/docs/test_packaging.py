@@ -106,6 +106,28 @@ def test_workflows_run_files_and_versions_that_exist():
   assert re.fullmatch(r"\d+\.\d+\.\d+\n", found.stdout), found
 
 
+def test_what_workflows_use_cannot_be_moved_to_other_code():
+  """A tag or branch of an action can; a commit cannot."""
+  flows = {p.stem: p.read_text() for p in ROOT.glob(".github/workflows/*.yml")}
+  uses = [line for text in flows.values() for line in re.findall(r"uses: (.*)", text)]
+  assert len(uses) > 10
+  for line in uses:
+    assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", line), line
+  assert len({line.split("@")[0] for line in uses}) == len({*uses})  # one version of each
+
+
+def test_a_release_is_built_where_no_other_package_has_run():
+  jobs = yaml.safe_load(read(".github/workflows/publish.yml"))["jobs"]
+  commands = {name: [s.get("run", "") for s in job["steps"]] for name, job in jobs.items()}
+  assert any("try_wheel.sh" in x for x in commands["try"])
+  installs = [x for x in commands["build"] if "pip" in x or "try_wheel" in x]
+  assert installs == ["pip install --require-hashes -r requirements/build.txt"]
+  assert jobs["publish"]["needs"] == ["try", "build"]
+  assert jobs["publish"]["permissions"] == {"id-token": "write"}
+  assert not any("run" in step for step in jobs["publish"]["steps"])
+  assert all("permissions" not in jobs[name] for name in ("try", "build"))
+
+
 def test_versions_agree_and_scripts_are_read_by_bash():
   assert yaml.safe_load(read("CITATION.cff"))["version"] == __version__
   (module,) = PACKAGING.glob("modules/jaxscale/*")
