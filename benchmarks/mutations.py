@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
 def main() -> int:
   """Read all cases, and print the table."""
-  from support import hostile
+  from support import hostile  # pyright: ignore[reportMissingImports]
 
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("count", type=int, help="mutated inputs of all readers together")

@@ -456,8 +456,9 @@ def _way_to(path: Path) -> list[tuple[Path, os.stat_result]]:
 def _problem(path: Path, info: os.stat_result, group: bool, is_passed: bool) -> str | None:
   """Describe who else can change one file, folder or link; `is_passed`: on the way to another."""
   is_mine = info.st_uid in (os.geteuid(), 0)
-  if not group:
-    is_mine |= not path.parent.stat().st_mode & stat.S_IWOTH
+  if not group:  # A colleague's folder in /scratch can only be his, as others cannot replace it.
+    parent = path.parent.stat().st_mode
+    is_mine |= not parent & stat.S_IWOTH or bool(is_passed and parent & stat.S_ISVTX)
   if not is_mine and not (is_passed and info.st_uid == _host_user()):
     return f"{path} belongs to another user ({user_name(info.st_uid)})"
   is_kept = stat.S_ISLNK(info.st_mode) or (is_passed and info.st_mode & stat.S_ISVTX)

@@ -98,7 +98,7 @@ def receive(group: Group, rank: int, step: str) -> Any:
   theirs = message[0] if isinstance(message, list) and len(message) == 2 else None
   if theirs != step:
     ours = f"{group.name(group.rank)} is at {step!r}"
-    fix = "start the same command everywhere"
+    fix = "start the same command everywhere, and let all processes take the same branches"
     raise PeerError(f"{group.name(rank)} is at {theirs!r:.80}, but {ours}; {fix}")
   return message[1]
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.directory import matching_paths, paths_identity
-from jaxscale.data.npy_files import StoredArray, arrays_of, stored_array
+from jaxscale.data.npy_files import StoredArray, arrays_of, check_unpacked, stored_array
 from jaxscale.data.tables import (
   PACKED,
   Table,
@@ -68,7 +68,7 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
     if not is_new and not PACKED.keys().isdisjoint(attributes):
       # xarray writes the _FillValue of zarr 2 there.
       attributes = {"_FillValue": node.get("fill_value")} | attributes
-    check = _chunk_check(folder, store, node)
+    check = _chunk_check(folder, store, node, cache_bytes // 8)
     chunk: Any = store.chunk_layout.read_chunk.shape
     length, dtype = chunk[0] if chunk else 0, store.dtype.numpy_dtype
 
@@ -85,19 +85,21 @@ def open_zarr(path: str, names: Names, cache_bytes: int) -> Table:
   return _table(path, matching_paths(path, [], is_one=True), names, variables, "a zarr store")
 
 
-def _chunk_check(folder: Path, store: Any, node: Mapping[str, Any]) -> Callable[[np.ndarray], None]:
+def _chunk_check(
+  folder: Path, store: Any, node: Mapping[str, Any], small: int
+) -> Callable[[np.ndarray], None]:
   """Return a function that checks the files of rows before tensorstore opens them.
 
   It would wait for a pipe, and read a file of any size. A compressed chunk is never much larger
-  than its content.
+  than its content, and if it is much smaller, its content may have up to `small` bytes.
   """
   how = node.get("chunk_key_encoding", {"name": "v2", "configuration": node})
   start = "" if how["name"] == "v2" else "c"
   options = how.get("configuration", {})
   point = options.get("separator") or options.get("dimension_separator") or "./"[len(start)]
   length, *sizes = store.chunk_layout.write_chunk.shape or [1]
-  most = 2 * length * math.prod(sizes) * store.dtype.numpy_dtype.itemsize + (1 << 20)
-  others = [range(-(-n // size)) for n, size in zip(store.shape[1:], sizes, strict=True)]
+  size = length * math.prod(sizes) * store.dtype.numpy_dtype.itemsize
+  others = [range(-(-n // x)) for n, x in zip(store.shape[1:], sizes, strict=True)]
   if math.prod(map(len, others)) > _MOST_CHUNKS:
     raise ValueError(f"a row is in more than {_MOST_CHUNKS:,} chunks")
 
@@ -106,8 +108,9 @@ def _chunk_check(folder: Path, store: Any, node: Mapping[str, Any]) -> Callable[
       file = folder / point.join([*start, *map(str, index)])
       with contextlib.suppress(FileNotFoundError):  # It has the fill value.
         status = file.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+        if not stat.S_ISREG(status.st_mode) or status.st_size > 2 * size + (1 << 20):
           raise OSError(None, "is not a chunk", str(file))
+        check_unpacked(status.st_size, size, small)
 
   return check
 

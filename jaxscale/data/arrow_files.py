@@ -134,10 +134,11 @@ def _open_folder(folder: Path, names: Sequence[str] | None) -> Table:
 def _class_names(features: Any) -> dict[str, tuple[str, ...]]:
   """Return the names of classes by column, of features or of their JSON."""
   fields = {
-    n: x if isinstance(x, dict) else {"_type": type(x).__name__} | vars(x)
+    n: x if isinstance(x, dict) else {"_type": type(x).__name__} | getattr(x, "__dict__", {})
     for n, x in features.items()
   }
-  return {n: tuple(x["names"]) for n, x in fields.items() if x.get("_type") == "ClassLabel"}
+  known = {n: x.get("names") for n, x in fields.items() if x.get("_type") == "ClassLabel"}
+  return {n: tuple(map(str, x)) for n, x in known.items() if isinstance(x, list | tuple)}
 
 
 def _opened(path: Path) -> _File:

@@ -28,13 +28,13 @@ def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
   return getattr(np.lib.format, f"read_array_header_{major}_{minor}")(file)
 
 
-def check_unpacked(packed: int, unpacked: int) -> None:
+def check_unpacked(packed: int, unpacked: int, small: int = _SMALL) -> None:
   """Check the size that a header gives, before the content takes memory.
 
   Raises:
-    ValueError: a small file unpacks to much more than 64 MiB.
+    ValueError: a file unpacks to more than `small` bytes and more than 200 times its size.
   """
-  if unpacked > max(_SMALL, _MOST_RATIO * packed):
+  if unpacked > max(small, _MOST_RATIO * packed):
     limit = f"more than {_MOST_RATIO} times (write it without compression)"
     raise ValueError(f"{packed:,} bytes unpack to {unpacked:,}, {limit}")
 

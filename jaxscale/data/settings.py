@@ -115,8 +115,8 @@ class TFDS(_Images):
       "shift_flip" (flip, and shift by up to 1/14 of the height) or "crop" (random resized crop
       and flip; needs image_size).
     cache: whether to decode all examples once and keep them in memory.
-    max_pixels: the largest number of pixels of an image that is decoded; larger images are
-      treated as damaged.
+    max_pixels: the largest number of pixels of an image that is decoded, a quarter of it for
+      WebP and AVIF; larger images are treated as damaged.
   """
 
   name: str
@@ -166,8 +166,8 @@ class ImageFolder(_Images):
     image_size: the height and width in pixels to which images are cropped and resized.
     augment: the augmentation of training images; "none", "flip" (random left-right flip) or
       "crop" (random resized crop and flip).
-    max_pixels: the largest number of pixels of an image that is decoded; larger images are
-      treated as damaged.
+    max_pixels: the largest number of pixels of an image that is decoded, a quarter of it for
+      WebP and AVIF; larger images are treated as damaged.
   """
 
   path: str

@@ -260,7 +260,8 @@ def of_kept(
 
   def lengths() -> np.ndarray:
     with contextlib.suppress(OSError, ValueError):
-      parts = [read_bytes(f.with_suffix(".lengths"), most=1 << 40) for f in files]
+      most = 8 * stream.num_tokens  # No document is empty: it has a separator.
+      parts = [read_bytes(f.with_suffix(".lengths"), most=most) for f in files]
       found = np.concatenate([np.frombuffer(x, "<u8") for x in parts], dtype=int)
       if found.sum() == stream.num_tokens and found.min(initial=0) >= 0:
         return found

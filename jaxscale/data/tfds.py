@@ -112,7 +112,10 @@ def _opened(identity: tuple[str, int], name: str, data_dir: str | None, split: s
     return f"{name} {split!r} example {index}"
 
   def records(indices: Sequence[int]) -> list[Record | None]:
-    return [(x[image_key], int(x[label_key])) for x in examples(indices)]
+    found: list[Record | None] = [(x[image_key], int(x[label_key])) for x in examples(indices)]
+    if not all(record and isinstance(record[0], bytes) for record in found):
+      raise ValueError("an example has no image")
+    return found
 
   def read_one(index: int) -> Record | None:
     try:

@@ -9,15 +9,13 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, abandon, invalid, message_of, remedy_for
 from jaxscale.files import expand, read_bytes
-
-T = TypeVar("T")
 
 # Usual names of the token that ends a document, in the order of preference.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -177,14 +175,14 @@ def _problem_of(part: bytes) -> str | None:
   return None
 
 
-def _limited(name: str, call: Callable[[], T], length: int) -> T:
+def _limited(name: str, call: Callable[[], Any], length: int) -> Any:
   """Return the result of a call for a text of some length, which may not take any time.
 
   Raises:
     ConfigError: the call failed, or took too long. It cannot be interrupted, so its thread
       stays until the process ends.
   """
-  results: list[T] = []
+  results: list[Any] = []
   errors: list[BaseException] = []
 
   def work() -> None:

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax.traverse_util import unflatten_dict
 
 from jaxscale.errors import invalid
+from jaxscale.optim.tree_paths import path_name
 
 
 def split(tree: Any, count: int) -> list[list[int]]:
@@ -42,17 +44,24 @@ def split(tree: Any, count: int) -> list[list[int]]:
 
 
 def pick(tree: Any, number: int, count: int) -> Any:
-  """Return a fragment of a tree: a list of its leaves, or the tree itself if it is the only one.
+  """Return a fragment of a tree: nested dicts of its leaves at the same paths.
+
+  If the fragment is the only one, it is the tree itself.
 
   Args:
     tree: a tree of arrays.
     number: the number of the fragment.
     count: the number of fragments.
+
+  Example:
+    >>> import numpy as np
+    >>> pick({"a": {"w": np.zeros(3)}, "b": {"w": np.ones(9)}}, 1, 2)
+    {'a': {'w': array([0., 0., 0.])}}
   """
   if count == 1:
     return tree
-  leaves = jax.tree.leaves(tree)
-  return [leaves[i] for i in split(tree, count)[number]]
+  leaves = [(path_name(path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
+  return unflatten_dict(dict(leaves[i] for i in split(tree, count)[number]), sep="/")
 
 
 def put(tree: Any, number: int, count: int, fragment: Any) -> Any:
@@ -61,15 +70,13 @@ def put(tree: Any, number: int, count: int, fragment: Any) -> Any:
   Example:
     >>> import numpy as np
     >>> tree = {"a": np.zeros(3), "b": np.zeros(9)}
-    >>> put(tree, 0, 2, [1.0])["b"]
+    >>> put(tree, 0, 2, {"b": 1.0})["b"]
     1.0
   """
   if count == 1:
     return fragment
-  leaves, structure = jax.tree.flatten(tree)
-  for i, leaf in zip(split(tree, count)[number], fragment, strict=True):
-    leaves[i] = leaf
-  return structure.unflatten(leaves)
+  new = {path_name(path): leaf for path, leaf in jax.tree.leaves_with_path(fragment)}
+  return jax.tree.map_with_path(lambda path, leaf: new.get(path_name(path), leaf), tree)
 
 
 def states(init: Callable[[Any], Any], tree: Any, count: int) -> Any:

@@ -113,7 +113,7 @@ def derive(
     warmup_steps = round(config.schedule.warmup_epochs * num_train / size)
     unit = "epochs"
   phases = _phases(config, num_train, chosen, warmup_steps)
-  _check_phases(config, phases, num_train, start_blocks)
+  check_phases(config, phases, num_train, start_blocks)
   phases = over_devices(config, phases, blocks, start_blocks)
   if warmup_steps >= schedule_steps(config, phases, num_train) > 1:
     value = getattr(config.schedule, f"warmup_{unit}")
@@ -155,7 +155,7 @@ def schedule_steps(config: cfg.Config, phases: Sequence[Phase], num_train: int) 
   return examples / config.batch_size
 
 
-def _check_phases(
+def check_phases(
   config: cfg.Config, phases: Sequence[Phase], num_train: int, num_devices: int
 ) -> None:
   """Raise if the batch of a phase does not fit the devices and the data."""

@@ -176,10 +176,9 @@ class _Plan:
       owned[owner].append((loads[owner], i, layer))
       loads[owner] -= negative
       of_class[owner, kind] += 1
-    whole = max(loads) or 1.0  # All costs may be 0.
 
-    def chunk_of(load: float) -> int:  # A function, so that each load is in exactly one chunk.
-      return min(int(load / whole * chunks), chunks - 1)
+    def chunk_of(load: float) -> int:  # Each load is in exactly one chunk; all may be 0.
+      return min(int(load / (max(loads) or 1) * chunks), chunks - 1)
 
     parts = [[[m[1:] for m in own if chunk_of(m[0]) == n] for own in owned] for n in range(chunks)]
     return [owned for owned in parts if any(owned)]

@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxscale import cluster
-from jaxscale.checkpoint import load_params
+from jaxscale.checkpoint import checksum, load_params
 from jaxscale.checkpoint.restore import restore_step
 from jaxscale.config import ByBranch, Config
 from jaxscale.errors import invalid
 from jaxscale.experiment import build
-from jaxscale.experiment.phases import examples_at, phase_index
+from jaxscale.experiment.phases import examples_at
 from jaxscale.files import write_json
 from jaxscale.metrics.text import cell, columns, table
 from jaxscale.parallel.layout_exchange import exchange_split
 from jaxscale.run.branches import Branches, compare_branches
 from jaxscale.run.open_run import with_chosen_sizes
-from jaxscale.run.train_phases import train_batches
+from jaxscale.run.train_phases import phase_at, train_batches
 
 FILE = "branches.json"  # in the workdir of the run
 _COLUMNS = columns(
@@ -57,25 +57,25 @@ def branch_study(
   """
   sizes, most = sorted(sizes), max(sizes)
   if any(most % size for size in sizes) or examples < 4 * most:
-    problem = f"are not 4 steps of {most:,} or more, or a batch size does not divide {most:,}"
+    problem = f"is less than 4 steps of {most:,}, or a batch size does not divide {most:,}"
     raise invalid("--branch", examples, problem, f"give {4 * most} or more, and e.g. 64,128,256")
   whole, rows = with_chosen_sizes(workdir, build.experiment(config)), []
-  phases = whole.derived.phases
   for step in (n for n in load_params.saved_steps(workdir) if n < whole.derived.total_steps):
-    current = build.at_phase(whole, phases[phase_index(phases, step)])
+    current = build.at_phase(whole, phase_at(whole, step - 1))
     parts = current.abstract_state(), current.exchange.resize, exchange_split(whole.trained_layout)
-    state, _ = restore_step(workdir / "checkpoints" / str(step), *parts)
+    try:
+      state, _ = restore_step(workdir / "checkpoints" / str(step), *parts)
+    except checksum.DamagedError as e:
+      raise invalid("checkpoint", step, f"is damaged: {e}", "remove its folder") from e
     poll = functools.partial(at, step, "compiling")
     branches = Branches(current, state, lambda tried, n=step: train_batches(tried, n), poll)
-    tried = {size: branches.at_size(size, config.accumulate_steps) for size in sizes}
-    fitting = [one for one in tried.values() if one is not None]
-    if len(fitting) < len(sizes):
-      size = next(size for size, one in tried.items() if one is None)
-      raise invalid("--batch-sizes", size, "does not fit the devices", "leave it out")
-    losses = branches.side_by_side(fitting, examples // most)
+    runs = [branches.at_size(size, config.accumulate_steps) for size in sizes]
+    if None in runs:
+      raise invalid("--batch-sizes", sizes[runs.index(None)], "does not fit the devices", "omit it")
+    losses = branches.side_by_side([run for run in runs if run], examples // most)
     for i, size in enumerate(sizes):
       found = compare_branches(losses[[0, i]])
-      row = dict(step=step, examples=examples_at(phases, step), batch_size=size)
+      row = dict(step=step, examples=examples_at(whole.derived.phases, step), batch_size=size)
       is_good = found.difference + found.error <= ByBranch().margin * abs(found.loss)
       rows.append(row | found._asdict() | {"as_good": "yes" if is_good else "no"})
   if not rows:

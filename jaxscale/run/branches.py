@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxscale.errors import ConfigError
 from jaxscale.experiment import build
+from jaxscale.experiment.derive import check_phases
 from jaxscale.experiment.microbatches import over_devices
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
 from jaxscale.training.types import Batch, TrainState
@@ -48,6 +49,7 @@ class Branches(NamedTuple):
     shape = Phase(step, phase.stop, examples_at(derived.phases, step), *sizes, phase.image_size)
     start_blocks = max(derived.start_devices * derived.row_blocks // derived.num_devices, 1)
     try:
+      check_phases(config, [shape], derived.num_train, start_blocks)
       (tried,) = over_devices(config, [shape], derived.row_blocks, start_blocks)
       return build.at_phase(self.experiment, tried)
     except ConfigError:  # For example, bn_span may not divide this batch size.

@@ -10,6 +10,7 @@ from jaxscale import config as cfg
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
 from jaxscale.run import train_phases
+from jaxscale.run.branch_study import branch_study
 from jaxscale.run.fit import fit
 from support.configs import settings
 from support.errors import config_error
@@ -95,6 +96,24 @@ def test_mistakes_of_a_rule_of_ones_own_are_one_line(numbers, problem, tmp_path)
   config = dataclasses.replace(load_config("configs/digits.py", OWN), phases=phases)
   with config_error(match=rf"^\S+:\d+: Agreeing\.decide: {problem}"):
     fit(config, tmp_path)
+
+
+def test_a_damaged_checkpoint_ends_a_branch_study_in_one_line(tmp_path):
+  config = load_config("configs/digits.py", OWN | {"checkpoint.every_epochs": "1"})
+  fit(config, tmp_path)
+  assert branch_study(config, tmp_path, [64, 128], 512).count("\n") == 2
+  with config_error(match="^--branch=511 is less than 4 steps of 128"):
+    branch_study(config, tmp_path, [64, 128], 511)
+  with config_error(match="^--batch-sizes=60 does not fit the devices"):
+    branch_study(config, tmp_path, [60, 120], 512)
+  files = (tmp_path / "checkpoints" / "44").rglob("d/*")
+  largest = max(files, key=lambda path: path.stat().st_size)
+  content = bytearray(largest.read_bytes())
+  middle = slice(len(content) // 4, len(content) // 2)
+  content[middle] = bytes(len(content[middle]))
+  largest.write_bytes(content)
+  with config_error(match="^checkpoint=44 is damaged: .*; remove its folder"):
+    branch_study(config, tmp_path, [64, 128], 512)
 
 
 CASES = {

@@ -294,6 +294,27 @@ def test_a_fragment_is_sent_at_its_own_step():
   assert sum(sent) == DIM * 4 and max(sent) < DIM * 4
 
 
+def test_an_exchange_of_ones_own_sees_the_names_of_a_fragment():
+  """Each fragment has the parameters at their paths, so that names can choose."""
+
+  def init(params):
+    return {name: jnp.zeros(()) for name in params}
+
+  def summed(grads, state):
+    means, _ = PLAIN.exchange(grads, ())
+    return means, {name: count + len(name) for name, count in state.items()}
+
+  method = local.diloco(6)._replace(fragments=2)
+  own = exchange.Exchange(init, summed)
+  state, plain = (streamed(method, 12, exchange=x)[-1] for x in (own, PLAIN))
+  jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+  counts = jax.device_get(state.exchange_state.exchange_state)
+  assert [{name: x.tolist() for name, x in part.items()} for part in counts] == [
+    {"b": [2.0] * WORKERS},
+    {"a": [2.0] * WORKERS, "c": [2.0] * WORKERS},
+  ]
+
+
 def with_a_model(**options):
   """Parameters and losses of 20 steps whose dropout is by the keys of the rows."""
   mesh, fns, history = make_mesh(replica=2), cnn(dropout=0.5), []

@@ -1,4 +1,4 @@
-"""What another user writes is not executed: runs, compiled programs, and the folders they are in.
+"""Runs and compiled programs of another user, who can rename folders: nothing is executed.
 
 Each test has two users: the victim, who runs our commands, and the attacker, by uid.
 """
@@ -256,6 +256,40 @@ def test_a_run_of_another_user_chooses_no_place_for_files(users, run):
   users.give(run, ATTACKER)
   assert "/any'" not in settings_of(users, run)
   assert "cache_dir='/any'" in settings_of(users, run, "--trust")
+
+
+def test_options_of_the_compiler_need_trust(users, run):
+  """XLA starts programs of a folder that an option names, and writes files where another says."""
+  described = read_json(run / "config.json")
+  described["config"]["model"]["class"] = "MLP"
+  described["config"]["compiler_options"] = {"xla_gpu_cuda_data_dir": "/any"}
+  (run / "config.json").write_text(json.dumps(described))
+  code = "import sys; from jaxscale.config.loading import load_config; "
+  code += "load_config(sys.argv[1], trust=sys.argv[2:] == ['--trust'])"
+
+  def error(*options):
+    return users.run(VICTIM, sys.executable, "-P", "-c", code, run, *options).stderr
+
+  users.give(run, VICTIM)
+  assert error() == ""
+  users.give(run, ATTACKER)
+  assert f"config.json has compiler_options, code that is not executed, since {run}" in error()
+  assert error("--trust") == ""
+
+
+def test_a_plan_of_another_user_needs_trust(users):
+  """It has the paths of a config and a site, which are executed."""
+  config = users.attacker / "evil.py"
+  config.write_text(EVIL + "def get_config(): return jaxscale.load_config('digits')")
+  plan = users.attacker / "plan.json"
+  submit = {"config": str(config), "overrides": {}, "nodes": 1, "site": str(config)}
+  plan.write_text(json.dumps({"submit": submit}))
+  users.give(users.attacker, ATTACKER)
+  variables = {"EXECUTED": str(users.victim / "executed")}
+  words = "submit", "--plan", plan, "--runs", users.victim / "runs", "--dry-run"
+  done = users.jaxscale(*words, **variables)
+  assert done.returncode == 2 and not (users.victim / "executed").exists()
+  assert f"{plan} belongs to another user (uid {ATTACKER}); add --trust" in done.stderr
 
 
 # Waits between the check of the folder and the loading of a program.

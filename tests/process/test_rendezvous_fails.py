@@ -92,6 +92,24 @@ def test_a_name_that_is_another_host_s_is_reported_by_process_0(start):
   )
 
 
+@pytest.mark.parametrize("is_given", [False, True], ids=["derived", "given"])
+def test_a_different_secret_is_one_line_that_names_the_variable(start, is_given):
+  """Process 0 listens on a given port, but proves nothing to a process with a different secret."""
+  name, host, expected = job("secret"), "127.0.0.1", "or has a different secret (JAXSCALE_SECRET, "
+  if is_given:
+    with socket.create_server(("", 0)) as free:
+      host = f"127.0.0.1:{free.getsockname()[1]}"
+    expected = "used by another program, or by a run with a different secret"
+  options = dict(job=name, host=host, set={"client.TAKEN_S": 2})
+  one, two = ({"JAXSCALE_SECRET": c * 40} for c in "ab")
+  group = start(0, 2, env=one, timeout=8, **options), start(1, 2, env=two, timeout=4, **options)
+  first, other = ends(group)
+  assert first[0] == other[0] == 2
+  assert "process 1 of 2 has not connected within 8 s" in first[1]["error"]
+  assert "set the same JAXSCALE_SECRET for all" in first[1]["error"]
+  assert expected in other[1]["error"]
+
+
 def test_a_process_0_that_fails_is_not_waited_for(start):
   name = job("leader")
   others = [start(1, 3, name, timeout=200)]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import struct
+import sys
 import zipfile
 from pathlib import Path
 
@@ -277,6 +278,25 @@ def test_damaged_metadata_of_tfds_is_no_other_name(prepared, file, content):
     (folder / name).write_text(content if name == file else json.dumps(value))
   with pytest.raises(ConfigError, match=r"dataset_info\.json or features\.json is dam"):
     tfds.tfds_images("photos", "train", data_dir=str(folder.parent.parent))
+
+
+def test_a_class_of_features_imports_no_module(prepared, tmp_path, monkeypatch):
+  """TFDS imports the module of each class that features.json has, any that Python finds."""
+  folder, whole = prepared
+  (tmp_path / "evil_of_tfds.py").write_text("raise SystemExit('executed')")
+  monkeypatch.syspath_prepend(tmp_path)
+  for name, value in whole.items():
+    (folder / name).write_text(json.dumps(value))
+  for path in ((), ("featuresDict", "features", "label")):
+    changed = node = json.loads(json.dumps(whole["features.json"]))
+    for key in path:
+      node = node[key]
+    node["pythonClassName"] = "evil_of_tfds.Foo"
+    (folder / "features.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigError, match=r"features.json has the class evil_of_tfds.Foo") as error:
+      tfds.tfds_images("photos", "train", data_dir=str(folder.parent.parent), image_size=8)
+    assert str(error.value).startswith("TFDS.name='photos': ")
+    assert "evil_of_tfds" not in sys.modules
 
 
 @pytest.fixture(scope="module")

@@ -248,5 +248,5 @@ def test_processes_that_are_at_different_steps_are_an_error(three):
     gather(three[0], "gather", 1)
   assert str(e.value) == (
     "process 1 (n2) is at 'barrier x', but process 0 (n1) is at 'gather'; start the same "
-    "command everywhere"
+    "command everywhere, and let all processes take the same branches"
   )
