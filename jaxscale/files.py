@@ -511,7 +511,8 @@ def _host_user() -> int | None:
   words = readable_text(Path("/proc/self/uid_map")).split()
   if words in ([], ["0", "0", "4294967295"]):
     return None
-  return whole_number(readable_text(Path("/proc/sys/kernel/overflowuid")).strip())
+  number = whole_number(readable_text(Path("/proc/sys/kernel/overflowuid")).strip())
+  return 65534 if number is None else number
 
 
 def user_name(number: int) -> str:

@@ -9,6 +9,7 @@ not import JAX.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxscale.config.running import MOST_TRACED_STEPS
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import json_objects, readable_text, unsafe_owner, write_json
 
 FOLDER = "profile"  # in the workdir
@@ -68,7 +69,8 @@ def write(workdir: Path, request: TraceRequest) -> None:
   """Write a request to the workdir.
 
   Raises:
-    ConfigError: another request is pending, or the file cannot be written.
+    ConfigError: another request is pending, or the file cannot be written, or would be
+      written through a link of another user.
   """
   path = workdir / FOLDER / _FILE
   if read(workdir):
@@ -76,6 +78,8 @@ def write(workdir: Path, request: TraceRequest) -> None:
     raise ConfigError(f"{workdir}: another trace is already requested; {hint}")
   try:
     path.parent.mkdir(exist_ok=True)
+    if path.parent.is_symlink() and path.parent.lstat().st_uid not in (os.geteuid(), 0):
+      raise invalid(str(path.parent), ..., "is a link of another user", "have its owner remove it")
     write_json(path, request._asdict())
   except OSError as e:
     remedy = "free disk space, or have the owner of the run request the trace"

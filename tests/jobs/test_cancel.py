@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from jaxscale.jobs import local_executor, slurm_executor, spec
 from jaxscale.jobs.job_handle import Job
 from support.errors import config_error
 from support.job_script import RUN, fake
-from support.processes import killed_at_end, popen
+from support.processes import killed_at_end, popen, wait_until
 
 
 @pytest.fixture
@@ -33,7 +34,10 @@ def record(folder, file, *pids, **changes):
 
 def sleeping(*words):
   """Start a process that has these words in its command line, and sleeps."""
-  return popen(sys.executable, "-c", "import time; time.sleep(600)", *words)
+  process = popen(sys.executable, "-c", "import time; time.sleep(600)", *words)
+  # The kernel sets the words only after the end of what `Popen` waits for.
+  wait_until(Path(f"/proc/{process.pid}/cmdline").read_bytes, process)
+  return process
 
 
 def test_only_a_process_that_is_known_is_killed(runs):

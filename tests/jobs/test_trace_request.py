@@ -195,3 +195,18 @@ def test_a_mistake_is_one_line(workdir, capsys, argv, says):
   out, err = capsys.readouterr()
   assert out == "" and err.startswith("error: ") and err.count("\n") == 1
   assert says in err
+
+
+def test_a_request_is_not_written_through_a_link_of_another_user(workdir, monkeypatch):
+  (workdir / "elsewhere").mkdir()
+  (workdir / "profile").symlink_to("elsewhere")
+  trace_request.write(workdir, asked())  # one's own, to a larger disk
+  trace_request.withdraw(workdir, asked(until=0.0))
+  (workdir / "elsewhere" / "request.json").unlink()
+  if os.geteuid() == 0:
+    os.chown(workdir / "profile", 12345, -1, follow_symlinks=False)
+  else:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+  with config_error("profile is a link of another user; have its owner remove it"):
+    trace_request.write(workdir, asked())
+  assert not any((workdir / "elsewhere").iterdir())

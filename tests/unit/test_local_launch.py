@@ -1,9 +1,11 @@
 """Numbers of processes that `jaxscale train` starts, and how they find each other."""
 
 import os
+import sys
 
 import pytest
 
+from jaxscale import cli
 from jaxscale.cluster import local_launch
 from jaxscale.cluster.detect import Launch, detect, local_device_ids
 from jaxscale.cluster.local_launch import choose_count, variables
@@ -100,3 +102,17 @@ def test_the_local_executor_counts_gpus(options, count, monkeypatch, tmp_path):
   options |= {"executor": "local", "runs": str(tmp_path)}
   made = job_handle.prepare("configs/digits.py", **options)
   assert made.spec.processes == count
+
+
+@pytest.mark.parametrize("program, is_safe", [("jaxscale", True), ("python -m jaxscale", False)])
+def test_processes_import_from_the_current_folder_no_more_than_their_parent(
+  program, is_safe, monkeypatch
+):
+  """A numpy.py there may be of another user; `python -m jaxscale` may be of a source tree."""
+  started = []
+  monkeypatch.setattr(local_launch, "run", lambda command, count: started.append(command))
+  words = ["train", "--config", "configs/digits.py", "--processes-per-node=2"]
+  assert cli.main(words, program=program) == 0
+  (command,) = started
+  is_safe |= sys.flags.safe_path
+  assert command == [sys.executable, *["-P"] * is_safe, "-m", "jaxscale", *words]
