@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxscale.errors import ConfigError, invalid
+from jaxscale.errors import EXIT_USER, ConfigError, invalid
 
 _DEEPEST = 100  # levels of JSON, because functions that walk over it may recurse
 _LONGEST = 1 << 20  # bytes of a line of JSON; longer ones are damaged
@@ -29,6 +29,16 @@ MOST_BYTES = 64 << 20  # of a file that is read at once; the largest tokenizer.j
 _READ_AT_ONCE = ".json", "manifest.ocdbt"  # by TFDS and TensorStore
 _MOST_DIGITS = 18  # digits of an integer in text, so that it fits into 64 bits
 _LONGEST_WAY = 1000  # folders and links, as links can lead in a circle
+
+
+class TruncatedError(OSError):
+  """Error of a file that became shorter while it was read."""
+
+  exit_code = EXIT_USER
+  advice = "copy it again"
+
+  def __init__(self, path: str):
+    super().__init__(errno.EINVAL, "became shorter while it was read", path)
 
 
 def whole_number(text: str) -> int | None:
@@ -272,11 +282,12 @@ def read_at(descriptor: int, buffer: memoryview, position: int, name: str) -> No
   Unlike a memory map, which ends the process by SIGBUS if the file became shorter.
 
   Raises:
-    OSError: the file ends before, or the disk failed.
+    TruncatedError: the file ends before.
+    OSError: the disk failed.
   """
   while len(buffer):
     if not (count := os.preadv(descriptor, [buffer], position)):
-      raise OSError(errno.EINVAL, "became shorter while it was read", name)
+      raise TruncatedError(name)
     buffer, position = buffer[count:], position + count
 
 

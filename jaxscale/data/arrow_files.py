@@ -20,7 +20,7 @@ from jaxscale.data.directory import paths_identity
 from jaxscale.data.npy_files import check_unpacked
 from jaxscale.data.tables import Table, by_chunk, cached, chosen_names, even_starts, spread_identity
 from jaxscale.errors import ConfigError, invalid, message_of
-from jaxscale.files import open_regular, read_json, refuse_pointer, require_json
+from jaxscale.files import TruncatedError, open_regular, read_json, refuse_pointer, require_json
 
 _RECORD_BATCH = 1000  # rows of a record batch, as `datasets` writes them
 SUFFIXES = ".parquet", ".arrow", ".feather", ".ipc"
@@ -185,7 +185,7 @@ def _opened(path: Path) -> _File:
   def check() -> None:
     with contextlib.suppress(FileNotFoundError):  # A deleted file keeps its content.
       if os.stat(path).st_size < size:  # Reading it would be a SIGBUS.
-        raise OSError(None, "became shorter while it was read", str(path))
+        raise TruncatedError(str(path))
 
   return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i], check)
 

@@ -35,6 +35,7 @@ from jaxscale.data.tfrecord import OpenFile
 from jaxscale.data.tokenizer import Tokenizer, smallest_dtype
 from jaxscale.errors import ConfigError, invalid
 from jaxscale.files import (
+  TruncatedError,
   read_bytes,
   read_json,
   replace_text,
@@ -130,7 +131,7 @@ def of_files(files: Sequence[TokenFile], separator: int | None) -> Stream:
         position = offset + (a - ends[i]) * width
         data = os.pread(opened[i].descriptor, (b - a) * width, position)
         if len(data) != (b - a) * width:
-          raise OSError(f"{path} became shorter while it was read")
+          raise TruncatedError(str(path))
         pieces.append(np.frombuffer(data, dtype))
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

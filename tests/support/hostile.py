@@ -574,8 +574,6 @@ def run_case(reader, valid, folder, kind, chance):
     text = f"{path.name}: {type(e).__name__}: {e}"
     if (message := user_message(e)) is not None:
       return ("refused" if message.line.isprintable() else "not a line"), text
-    if kind == "shrinks" and isinstance(e, OSError) and "became shorter" in str(e):
-      return "refused", text  # a run ends as by a disk that fails
     return "traceback", text + "\n" + traceback.format_exc()
 
 

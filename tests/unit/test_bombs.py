@@ -24,7 +24,7 @@ from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.config.record import describe_run
 from jaxscale.data import jpeg, npy_files, token_files, tokenizer
 from jaxscale.data.npy_files import StoredArray, stored_array
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, user_message
 from jaxscale.files import check_regular, open_regular, read_bytes, read_json_lines
 from jaxscale.weights.safetensors import read_index, read_part, view, write
 from support import fuzzing
@@ -185,8 +185,10 @@ def test_parameters_whose_owner_truncates_the_file_are_one_error(tmp_path):
   write(tmp_path / "a", {"w": (np.dtype("f4"), (1 << 16,))}, [np.ones(1 << 16, "f4")])
   stored = read_index(tmp_path / "a")["w"]
   os.truncate(tmp_path / "a", 1 << 12)
-  with pytest.raises(OSError, match="became shorter while it was read"):
+  with pytest.raises(OSError, match="became shorter while it was read") as error:
     view(stored)
+  line, code = user_message(error.value)
+  assert line.endswith("a'; copy it again") and code == 2
   os.mkfifo(tmp_path / "b.safetensors")
   with config_error("b.safetensors", match="not a file"):
     read_index(tmp_path / "b.safetensors")

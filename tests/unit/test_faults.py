@@ -72,10 +72,10 @@ def test_a_disk_that_is_away_stops_the_pipeline(tmp_path, monkeypatch, number):
   write_folder(tmp_path, "train", 8)
   dataset = data.image_folder(tmp_path / "train", image_size=8, augment="flip")
 
-  def away(path, *args):
+  def away(path, **options):
     raise OSError(number, os.strerror(number))
 
-  monkeypatch.setattr(folder, "open", away, raising=False)
+  monkeypatch.setattr(folder, "read_bytes", away)
   with pytest.raises(OSError, match="a system error, not a damaged example") as error:
     next(data.train_batches(dataset, 8))
   assert error.value.errno == number and dataset.damaged.count == 0
@@ -85,14 +85,14 @@ def test_a_disk_that_is_away_stops_the_pipeline(tmp_path, monkeypatch, number):
 def test_a_file_that_is_gone_or_closed_is_damage(tmp_path, monkeypatch, number):
   write_folder(tmp_path, "train", 4)
   dataset = data.image_folder(tmp_path / "train", image_size=8)
-  real = open
+  real = folder.read_bytes
 
-  def closed(path, *args):
-    if path.endswith("cat/001.jpg"):
+  def closed(path, **options):
+    if path.match("cat/001.jpg"):
       raise OSError(number, os.strerror(number))
-    return real(path, *args)
+    return real(path, **options)
 
-  monkeypatch.setattr(folder, "open", closed, raising=False)
+  monkeypatch.setattr(folder, "read_bytes", closed)
   assert dataset.load(np.arange(8), None)["label"].tolist()[:3] == [0, -1, 0]
   assert dataset.damaged.names == ["cat/001.jpg"]
 
