@@ -26,6 +26,7 @@ from jaxscale.errors import ConfigError, invalid
 _DEEPEST = 100  # levels of JSON, because functions that walk over it may recurse
 _LONGEST = 1 << 20  # bytes of a line of JSON; longer ones are damaged
 MOST_BYTES = 64 << 20  # of a file that is read at once; the largest tokenizer.json has 35 MB
+_READ_AT_ONCE = ".json", "manifest.ocdbt"  # by TFDS and TensorStore
 _MOST_DIGITS = 18  # digits of an integer in text, so that it fits into 64 bits
 _LONGEST_WAY = 1000  # folders and links, as links can lead in a circle
 
@@ -216,7 +217,8 @@ def check_regular(paths: Iterable[Path]) -> None:
   """Check files, and all entries of folders, before a library opens them by their names.
 
   Raises:
-    OSError: an entry is a pipe, a device or a socket, which libraries would wait for.
+    OSError: an entry is a pipe, a device or a socket, which libraries would wait for; or a file
+      that they would read at once is larger than 64 MiB.
   """
   left, known = [*paths], set[str]()
   while left:
@@ -231,6 +233,8 @@ def check_regular(paths: Iterable[Path]) -> None:
           left.append(Path(entry.path))
         elif not (entry.is_file() or entry.is_dir()) and os.path.exists(entry.path):
           raise OSError(errno.EINVAL, "not a file", entry.path)
+        elif entry.name.endswith(_READ_AT_ONCE) and entry.is_file():
+          _check_size(entry.stat().st_size, MOST_BYTES, entry.path)
 
 
 def read_bytes(path: Path, last_bytes: int | None = None, most: int = MOST_BYTES) -> bytes:
@@ -251,10 +255,15 @@ def read_bytes(path: Path, last_bytes: int | None = None, most: int = MOST_BYTES
     if last_bytes is not None:
       file.seek(max(size - last_bytes, 0))
       size = last_bytes
-    elif size > most:
-      raise OSError(errno.EFBIG, f"larger than {most >> 20:,} MiB", str(path))
+    else:
+      _check_size(size, most, str(path))
     # No more than that, in case the file grows meanwhile; files in /proc have the size 0.
     return refuse_pointer(path, file.read(size or 4 << 20))
+
+
+def _check_size(size: int, most: int, path: str) -> None:
+  if size > most:
+    raise OSError(errno.EFBIG, f"larger than {most >> 20:,} MiB", path)
 
 
 def read_at(descriptor: int, buffer: memoryview, position: int, name: str) -> None:
@@ -502,7 +511,8 @@ def _host_user() -> int | None:
   words = readable_text(Path("/proc/self/uid_map")).split()
   if words in ([], ["0", "0", "4294967295"]):
     return None
-  return whole_number(readable_text(Path("/proc/sys/kernel/overflowuid")).strip())
+  number = whole_number(readable_text(Path("/proc/sys/kernel/overflowuid")).strip())
+  return 65534 if number is None else number
 
 
 def user_name(number: int) -> str:

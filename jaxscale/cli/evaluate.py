@@ -80,7 +80,7 @@ def in_session(args: Namespace, work: Any) -> int | None:
 
   described, config = evaluated_config(str(workdir_of(args)), args.overrides, trust=args.trust)
   options = {"step": args.step, "path": Path(args.data) if args.data else None}
-  workdir = described.workdir
+  workdir = described.workdir.resolve()
   with open_session(config, None if unsafe_owner(workdir, is_folder=True) else workdir) as watch:
     try:
       line = work(described, config, watch, **options)

@@ -33,6 +33,12 @@ class PeerError(Exception):
     self.is_lost = is_lost
 
 
+def invalid_value(error: Exception) -> PeerError:
+  """Return the error for a value over JAX's connections that no process of the run has sent."""
+  problem = f"an invalid value arrived over JAX's open connections ({error})"
+  return PeerError(f"{problem}; check whether other users run programs on these nodes")
+
+
 class Group(NamedTuple):
   """The processes that take part.
 
@@ -137,14 +143,12 @@ _connected: Group | None = None
 
 
 def connect(group: Group | None) -> None:
-  """Let `connected` return this group; None closes the links of the present one."""
+  """Let `connected` return this group, and close the links of the present one."""
   global _connected
-  if group is not None:
-    for link in group.links.values():
-      link.max_bytes = MAX_VALUE
-  elif _connected is not None:
-    for link in _connected.links.values():
-      link.close()
+  for link in _connected.links.values() if _connected else ():
+    link.close()
+  for link in group.links.values() if group else ():
+    link.max_bytes = MAX_VALUE
   _connected = group
 
 

@@ -135,11 +135,20 @@ def _agree(step: str, value: Any, combine: Callable[[Sequence[Any]], Any]) -> An
 
 
 def gather_openly(value: Any) -> list[Any]:
-  """Return the values of all processes, by rank, over JAX's collectives."""
+  """Return the values of all processes, by rank, over JAX's collectives.
+
+  Raises:
+    PeerError: what arrived is not from a process of this run.
+  """
   text = json.dumps(value).encode()
   longest = int(multihost_utils.process_allgather(np.int32(len(text))).max())
-  padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
-  return [parse_json(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+  try:
+    if not len(text) <= longest <= groups.MAX_VALUE:
+      raise ValueError(f"{longest} bytes")
+    padded = np.frombuffer(text.ljust(longest), np.uint8)  # JSON ignores spaces
+    return [parse_json(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+  except ValueError as e:
+    raise groups.invalid_value(e) from None
 
 
 @functools.cache

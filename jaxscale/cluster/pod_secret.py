@@ -49,14 +49,16 @@ def agree(
   if is_set[0]:
     return find_secret(env)
   own, problem = _create(workdir) if rank == 0 else (None, "")
-  name, problem = gather([own and own.name, problem])[0]
-  # What came over JAX's connections may be forged, so process 0 reads and removes its own file.
-  path = own or (workdir / Path(str(name)).name if name and workdir else None)
-  secret, is_replaced, problem = _read(path, rank) if path else (b"", False, problem)
-  problems = gather([is_replaced, problem])
-  if own is not None:
-    with contextlib.suppress(OSError):
-      own.unlink()
+  try:
+    name, problem = gather([own and own.name, problem])[0]
+    # What came over JAX's connections may be forged, so process 0 reads and removes its own file.
+    path = own or (workdir / Path(str(name)).name if name and workdir else None)
+    secret, is_replaced, problem = _read(path, rank) if path else (b"", False, problem)
+    problems = gather([is_replaced, problem])
+  finally:
+    if own is not None:
+      with contextlib.suppress(OSError):
+        own.unlink()
   if not any(text for _, text in problems):
     return secret
   return _send_openly(problems, rank, gather)

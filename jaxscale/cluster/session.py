@@ -18,13 +18,14 @@ from typing import Any
 
 from jaxscale.cluster import cpu_binding, cpu_settings, detect, environment, pod_secret, walltime
 from jaxscale.cluster import gpu_settings as gpu
-from jaxscale.cluster.group import Group, connect
+from jaxscale.cluster.group import Group, connect, invalid_value
 from jaxscale.cluster.launch import Launch
 from jaxscale.cluster.rendezvous import client, handshake, join, network
 from jaxscale.cluster.timeouts import Timeouts
 from jaxscale.cluster.watch import signals, watch
 from jaxscale.cluster.watch.signals import SignalHandlers, StopRequest
 from jaxscale.cluster.watch.watch import Watch, failure_of
+from jaxscale.cluster.wire import typed
 from jaxscale.errors import ConfigError
 
 _jax_is_initialized = False  # whether JAX has joined the other processes
@@ -210,8 +211,14 @@ def _join_by_jax(launch: Launch, timeouts: Timeouts, workdir: Path | None) -> tu
   join.join(launch, None, timeouts, None)
   _jax_is_initialized = True
   # Neither is a secret, and a false host cannot prove that it has the secret.
-  job, host = gather_openly([f"{launch.job}-{os.urandom(8).hex()}", network.node_name()])[0]
-  secret = pod_secret.agree(workdir, jax.process_index(), gather_openly)
+  mine = [f"{launch.job}-{os.urandom(8).hex()}", network.node_name()]
+  try:
+    job, host = typed(list[str], gather_openly(mine)[0])
+    secret = pod_secret.agree(workdir, jax.process_index(), gather_openly)
+  except ConfigError:
+    raise
+  except (TypeError, ValueError) as e:  # others can write to JAX's connections
+    raise invalid_value(e) from None
   own = launch._replace(process_id=jax.process_index(), num_processes=jax.process_count())
   return own._replace(host=host, job=job), secret
 

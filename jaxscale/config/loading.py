@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import inspect
 import re
 import sys
@@ -19,13 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from jaxscale.cluster.detect import detect
 from jaxscale.config import validation
 from jaxscale.config.choice import Choice, chosen, own_choices
 from jaxscale.config.config import Config
 from jaxscale.config.config_file import load_file, position, running
 from jaxscale.config.packaged import locate, similar
-from jaxscale.config.record import Described, describe_run
+from jaxscale.config.record import Described, describe_run, print_note
 from jaxscale.errors import ConfigError, invalid
 
 
@@ -306,17 +304,8 @@ def _shared(cls: Any, old: Any, changes: Mapping[str, Any], path: str) -> dict:
       text = f"{'not ' * (name in other)}{name}={validation.shown(value)}{meaning}"
       notes.append(text)
   if notes:
-    _note(f"{path}={cls.__name__} keeps from {type(old).__name__}: {', '.join(notes)}")
+    print_note(f"{path}={cls.__name__} keeps from {type(old).__name__}: {', '.join(notes)}")
   return shared
-
-
-@functools.cache
-def _note(line: str) -> None:
-  """Print a line once, in process 0 only."""
-  with contextlib.suppress(ConfigError):  # The start of the run reports this error.
-    if detect().process_id:
-      return
-  print(f"note: {line}", file=sys.stderr)
 
 
 def _parse(annotation: Any, text: str, path: str) -> Any:

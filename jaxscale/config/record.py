@@ -6,6 +6,8 @@ of which the run keeps a copy in `code/`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import os
 import re
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale.cluster.detect import detect
 from jaxscale.config.bases import Data, Optimizer
 from jaxscale.config.choice import Choice
 from jaxscale.config.config import Config
@@ -111,10 +114,19 @@ def from_plain(
   values = {k: from_plain(kinds.get(k, Any), v, folder, trust=trust) for k, v in fields.items()}
   if values.get("cache_dir") and folder and not trust and (others := unsafe_code(folder)):
     # Files would be created wherever another user chose.
-    note = f"note: {name}.cache_dir={values['cache_dir']} is not used, since {others}"
-    print(f"{note}; add --trust to use it", file=sys.stderr)
+    unused = f"{name}.cache_dir={values['cache_dir']} is not used, since {others}"
+    print_note(f"{unused}; add --trust to use it")
     values["cache_dir"] = None
   return cls(**values)
+
+
+@functools.cache
+def print_note(line: str) -> None:
+  """Print a line once, in process 0 only."""
+  with contextlib.suppress(ConfigError):  # The start of the run reports this error.
+    if detect().process_id:
+      return
+  print(f"note: {line}", file=sys.stderr)
 
 
 def _not_stored(what: str) -> ConfigError:

@@ -218,6 +218,9 @@ def find_builder(name: str, data_dir: str | None, field: str = "TFDS.name") -> A
   folder = Path(data_dir or constants.DATA_DIR, re.split("[/:]", name)[0] or "-").expanduser()
   try:
     check_regular([folder] if folder.is_dir() else [])
+    if space := tfds.core.naming.parse_builder_name_kwargs(name)[0].namespace:
+      fix = f"prepare it by TFDS, and give the rest of the name, and {space}/ as data_dir"
+      raise ConfigError(f"TFDS would download and execute code of {space!r}; {fix}")
     builder = tfds.builder(name, data_dir=data_dir)
   except ConfigError as e:
     raise ConfigError(f"{field}={name!r}: {e}") from None

@@ -64,8 +64,9 @@ def fit(
   metrics.png to the workdir.
 
   Args:
-    config: the config, or the path of a config file or of a run. For other settings, pass
-      `jaxscale.load_config(path, {"epochs": "3"})`.
+    config: the config, or the path of a config file or of a run. For other settings, or a run
+      that others could have written, pass `jaxscale.load_config(path, {"epochs": "3"})`, which
+      has an option `trust`.
     workdir: the run's own directory, which is created if it does not exist.
     plan: a plan of the run, from `planning.plan.as_json`. It is saved as plan.json, and
       `jaxscale report` and `status` compare the run with it.

@@ -32,6 +32,9 @@ MOST_MB = 256  # above what the process has after it has read the valid input
 HANG_S = 60.0  # of wall-clock time, in which other programs may have the processors
 # "gone" is no file, "loop" a link to itself, "hole" 64 GiB of zeros that take no disk.
 SPECIAL = "fifo zero full socket folder loop gone empty hole".split()
+# Readers of several files.
+SEVERAL = ("TFDS", "tokens: prepared", "table: zarr", "table: npy", "table: parquet")
+SEVERAL += ("table: saved", "safetensors folder", "checkpoint")
 MAX_PIXELS = 1 << 22
 
 
@@ -540,7 +543,9 @@ def cases(count, only=None):
   """Return the cases of every reader: special files, files that shrink, and mutations."""
   found = []
   for name in only or readers():
-    found += [[name, kind] for kind in SPECIAL]
+    # Each special case is of a file by chance: enough of them for readers of several files.
+    times = 12 if count > 50 and name.startswith(SEVERAL) else 1
+    found += [[name, f"{kind} {i}"] for kind in SPECIAL for i in range(times)]
     found += [[name, "shrinks"], *([name, number] for number in range(count))]
   return found
 
@@ -557,8 +562,8 @@ def run_case(reader, valid, folder, kind, chance):
   files = sorted(p for p in folder.rglob("*") if p.is_file())
   path = chance.choice(files)
   shrink = lambda: [os.truncate(p, p.stat().st_size // 2) for p in files]  # noqa: E731
-  if kind in SPECIAL:
-    hostile(path, kind)
+  if str(kind).split()[0] in SPECIAL:
+    hostile(path, kind.split()[0])
   elif kind != "shrinks":
     path.write_bytes(mutate(path.read_bytes(), chance))
   try:

@@ -120,7 +120,7 @@ def test_only_what_was_set_is_carried_over(tmp_path, source, name, overrides, wa
 def test_what_is_carried_over_is_printed(tmp_path, capfd):
   file = tmp_path / "own.py"
   file.write_text(CARRIER)
-  loading._note.cache_clear()
+  loading.print_note.cache_clear()
   load_config(f"{file}:eps", {"optimizer": "LARS", "optimizer.weight_decay": "0.5"})
   load_config(TEXT, {"optimizer": "LARS"})
   load_config(TEXT, {"optimizer.lr": "0.5"})

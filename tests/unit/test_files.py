@@ -258,8 +258,12 @@ def test_root_of_the_host_is_root_in_a_container_without_root(deep, monkeypatch)
     return os.stat_result(info)
 
   monkeypatch.setattr(Path, "lstat", lstat)
-  for uid_map, is_trusted in (("0 0 4294967295", False), ("1001 1001 1", True)):
-    texts = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": "65534\n"}
+  for uid_map, number, is_trusted in (
+    ("0 0 4294967295", "65534\n", False),
+    ("1001 1001 1", "65534\n", True),
+    ("1001 1001 1", "", True),
+  ):
+    texts = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": number}
     monkeypatch.setattr(files, "readable_text", lambda path, texts=texts: texts[str(path)])
     files._host_user.cache_clear()
     shown = [folder]

@@ -299,6 +299,14 @@ def test_a_class_of_features_imports_no_module(prepared, tmp_path, monkeypatch):
     assert "evil_of_tfds" not in sys.modules
 
 
+def test_no_code_of_a_dataset_is_downloaded(prepared, monkeypatch):
+  import tensorflow_datasets
+
+  monkeypatch.setattr(tensorflow_datasets, "builder", None)
+  with pytest.raises(ConfigError, match=r"TFDS.name='kaggle:x': TFDS would download and execute"):
+    tfds.tfds_images("kaggle:x", "train", image_size=8)
+
+
 @pytest.fixture(scope="module")
 def prepared(place):
   """Return the folder of a dataset and the content of its JSON files; import TFDS."""

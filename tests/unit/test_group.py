@@ -250,3 +250,15 @@ def test_processes_that_are_at_different_steps_are_an_error(three):
     "process 1 (n2) is at 'barrier x', but process 0 (n1) is at 'gather'; start the same "
     "command everywhere, and let all processes take the same branches"
   )
+
+
+@pytest.mark.parametrize("rows", [b"\xff\xfe", b"[1,", b"[" * 200 + b"]" * 200, 1 << 30, -1])
+def test_a_value_over_jax_s_connections_that_is_not_json_is_one_line(monkeypatch, rows):
+  def process_allgather(own):
+    if isinstance(rows, int):
+      return np.array([own, rows if rows > 0 else own + rows])[rows < 0 :]
+    return np.array([len(rows)]) if own.ndim == 0 else np.frombuffer(rows, np.uint8)[None]
+
+  monkeypatch.setattr(host_collectives.multihost_utils, "process_allgather", process_allgather)
+  with pytest.raises(PeerError, match="an invalid value arrived over JAX's open connections"):
+    host_collectives.gather_openly(1)

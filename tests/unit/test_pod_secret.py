@@ -7,7 +7,9 @@ import threading
 
 import pytest
 
-from jaxscale.cluster import pod_secret, secret
+from jaxscale.cluster import Timeouts, host_collectives, pod_secret, secret, session
+from jaxscale.cluster.group import PeerError
+from jaxscale.cluster.launch import Launch
 from jaxscale.errors import ConfigError
 
 COUNT = 3
@@ -137,3 +139,27 @@ def test_a_forged_name_makes_process_0_remove_nothing(agree, tmp_path, monkeypat
   results, _ = agree()
   assert (tmp_path / "kept").exists() and not any((tmp_path / "a").iterdir())
   assert len({*results}) == 1 and results[0] != bytes(32)
+
+
+FORGED = [[5], [None], [["job"]], [["job", 5]], [{"job": 1, "host": 2}], [[]]]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+@pytest.mark.parametrize("forged", FORGED, ids=range(len(FORGED)))
+def test_a_forged_value_of_any_shape_is_one_line(tmp_path, monkeypatch, place, forged):
+  turns = itertools.count()
+
+  def gather_openly(value):
+    return forged if next(turns) == place else [value, value]
+
+  monkeypatch.delenv("JAXSCALE_SECRET")
+  monkeypatch.setattr(session.join, "join", lambda *args: None)
+  monkeypatch.setattr(session, "_jax_is_initialized", False)
+  monkeypatch.setattr(host_collectives, "gather_openly", gather_openly)
+  try:
+    launch, own = session._join_by_jax(Launch("tpu", 0, 0), Timeouts(), tmp_path)
+  except (ConfigError, PeerError) as e:
+    assert "\n" not in str(e)
+  else:
+    assert len(own) == 32 and isinstance(launch.host, str) and isinstance(launch.job, str)
+  assert not any(tmp_path.iterdir())

@@ -5,7 +5,8 @@ identifies neither rank nor host. So the processes first connect over plain TCP.
 listens on a port that all processes derive from the run's secret and name. The others
 connect to it, and each sends a description of itself (handshake.py). Process 0 answers
 "go" with the address of JAX's coordinator, or one line that says what is wrong
-(server.py); every process ends with that line. The links stay open for `watch`.
+(server.py); every process ends with that line. The links stay open for `watch`, and a
+second link of each process for `group`.
 
 Both ends first prove that they have the run's secret (`cluster.secret`). Connections of
 other programs are counted and ignored.
