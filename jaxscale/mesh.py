@@ -96,8 +96,7 @@ def make_mesh(*, bn_devices: int = 1, devices: Sequence[Any] | None = None, **si
     >>> dict(make_mesh(data=1, devices=jax.devices()[:1]).shape)
     {'replica': 1, 'data': 1}
   """
-  num_devices = jax.device_count() if devices is None else len(devices)
-  shape = mesh_shape(num_devices, **sizes)
+  shape = mesh_shape(jax.device_count() if devices is None else len(devices), **sizes)
   axis_sizes = {a: n for a, n in shape._asdict().items() if a in AXES or n > 1}
   grid, axes, field = _grid(axis_sizes, devices), (*axis_sizes,), f"bn_devices={bn_devices}"
   if bn_devices < 1 or shape.data % bn_devices:

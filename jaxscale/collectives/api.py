@@ -124,8 +124,7 @@ def all_reduce(
       key = f"tree{jax.tree_util.keystr(path)}.shape={shape}"
       raise ConfigError(f"{key} needs one row per device; give a leading dim of {mesh.size}")
   num_bytes = payload_bytes(tree, payload, rows=True)
-  sizes = dict(mesh.shape)
-  by = plan(sizes, num_bytes, algorithm, dims=dims, links=links)
+  by = plan(dict(mesh.shape), num_bytes, algorithm, dims=dims, links=links)
   return reducer(mesh, by, payload, accumulate)(tree)
 
 
@@ -139,5 +138,4 @@ def reducer(mesh: Mesh, by: Plan, payload: Any = None, accumulate: Any = None) -
 
   rows = P(mesh.axis_names)
   mapped = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=P(), check_vma=True)
-  jitted = jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
-  return one_at_a_time(jitted, mesh)
+  return one_at_a_time(jax.jit(mapped, out_shardings=NamedSharding(mesh, P())), mesh)

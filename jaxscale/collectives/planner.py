@@ -306,8 +306,7 @@ def _checked_links(sizes: Sizes, links: Mapping[str, Link] | None) -> dict[str, 
     return {axis: FAST if axis == [*sizes][-1] else SLOW for axis in sizes}
   for axis, link in links.items():
     if axis not in sizes:
-      hint = nearest(axis, sizes)
-      raise ConfigError(f"links[{axis!r}]: the mesh has no such axis; {hint}")
+      raise ConfigError(f"links[{axis!r}]: the mesh has no such axis; {nearest(axis, sizes)}")
     if not all(math.isfinite(x) and x >= 0 for x in link):
       raise ConfigError(f"links[{axis!r}]={link} is out of range; give alpha, beta >= 0")
   for axis, n in sizes.items():

@@ -327,8 +327,8 @@ def _collective(program, instruction, home, is_wrapped, **context: Any) -> Colle
   if kind == "send" and (between := _megascale(instruction)):
     kind, size = between
   if kind == "all-reduce" and is_wrapped:
-    uses = [x.opcode for x in home.values() if instruction.name in x.operands]
-    if set(uses) == {"dynamic-slice"}:  # only a slice of the result is used
+    uses = {x.opcode for x in home.values() if instruction.name in x.operands}
+    if uses == {"dynamic-slice"}:  # only a slice of the result is used
       kind = "reduce-scatter"
   payload = parse.num_bytes(sent) * (size if kind == "all-gather" else 1)
   return Collective(

@@ -81,8 +81,7 @@ def modules(text: str) -> list[Module]:
     >>> module.computations["m"]["p"].opcode
     'parameter'
   """
-  parts = re.split(r"(?m)^(?=HloModule )", text)
-  found = (_module(part) for part in parts if part.strip())
+  found = (_module(part) for part in re.split(r"(?m)^(?=HloModule )", text) if part.strip())
   return [module for module in found if module.entry]
 
 

@@ -74,8 +74,7 @@ def attention(
     if by == "splash":  # JAX's kernels are imported where a TPU runs them.
       from jaxscale.models.splash_attention import splash_attention as attend
     return attend(q, k, v, causal=causal, documents=documents)
-  ones = jnp.ones((q.shape[1], k.shape[1]), bool)
-  sees = jnp.tril(ones) if causal else None
+  sees = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool)) if causal else None
   if documents is not None:
     same = documents[:, :, None] == documents[:, None, :]
     sees = same if sees is None else same & sees

@@ -110,8 +110,7 @@ def _flash_backward(causal, block, kept, dout):
     i, j = starts
     s = _block_scores(causal, take, starts, q, k, numbers)
     of_block = [*(take(x, i) for x in (q, dout, lse, delta)), take(k, j), take(v, j)]
-    more = block_grads(s, *of_block)
-    parts = zip(grads, more, (i, j, j), strict=True)
+    parts = zip(grads, block_grads(s, *of_block), (i, j, j), strict=True)
     return tuple(_put(x, take(x, at) + y, at) for x, y, at in parts), None
 
   _, *zeros = alike(q, *(jnp.zeros(x.shape, lse.dtype) for x in (q, k, v)))

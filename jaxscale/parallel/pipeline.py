@@ -339,9 +339,8 @@ def _stage(
   if skip:
     _check_branch("run_layers", axis, run_layers, layers, h, *known)
   stage = lax.axis_index(axis)
-  is_last = stage == lax.axis_size(axis) - 1
-  of_rows = microbatches, context
-  work = _Stage(stage == 0, is_last, run_layers, layers, ends, enter, leave, *of_rows)
+  parts = run_layers, layers, ends, enter, leave, microbatches, context
+  work = _Stage(stage == 0, stage == lax.axis_size(axis) - 1, *parts)
   return work, h_type, jax.eval_shape(leave, ends, h, first)
 
 

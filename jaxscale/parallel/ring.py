@@ -73,8 +73,7 @@ def ring_attention(
   q = q.reshape(rows, tokens, groups, heads // groups, width)
   q, k, v = q.transpose(0, 2, 3, 1, 4), k.swapaxes(1, 2), v.swapaxes(1, 2)
   numbers = () if documents is None else (documents[:, None, :, None],)  # shaped like keys
-  plan = _Plan(axis, axes, devices, causal, block)
-  out: Any = _ring(plan, q, k, v, numbers)
+  out: Any = _ring(_Plan(axis, axes, devices, causal, block), q, k, v, numbers)
   return out.transpose(0, 3, 1, 2, 4).reshape(rows, tokens, heads, width)
 
 
@@ -214,8 +213,7 @@ def _over_blocks(add: Callable[..., Any], sums: Any, arrays: Any, size: int) -> 
     x = jnp.moveaxis(x, 0, -3)
     return x.reshape(*x.shape[:-3], cut, x.shape[-1])
 
-  starts = jnp.arange(full) * size
-  xs = jax.tree.map(blocks, arrays), starts
+  xs = jax.tree.map(blocks, arrays), jnp.arange(full) * size
   sums, out = lax.scan(lambda sums, now: add(sums, *now), sums, xs)
   out = jax.tree.map(together, out)
   if cut < keys:

@@ -97,8 +97,7 @@ def one_f_one_b_grads(
       return gather_params(pair_shards(params[part], full[part]), layout.gathers[part])
 
     def finish(params: Any, h: jax.Array, micro: Any):
-      head = stack.head_of(functools.partial(gathered, params))
-      return stack.finish(head, h, micro, ops)
+      return stack.finish(stack.head_of(functools.partial(gathered, params)), h, micro, ops)
 
     microbatches = split_microbatches(local_tokens(batch, layout), num_microbatches)
     found, totals = one_f_one_b(
@@ -121,8 +120,7 @@ def stack_totals(stack: Stack, layout: Layout) -> Any:
   run_layers = _layers(stack, layout, "none", None if on_cpu(layout.mesh) else 1)
 
   def eval_fn(params: Any, model_state: Any, batch: Any):
-    rows = len(jax.tree.leaves(batch)[0])
-    num_microbatches = stages if rows % stages == 0 else 1
+    num_microbatches = stages if len(jax.tree.leaves(batch)[0]) % stages == 0 else 1
     params = float8.with_maxima(params, model_state)
     return _run(stack, layout, run_layers, params, batch, num_microbatches)
 
@@ -148,8 +146,7 @@ def _run(
   # all activations.
   embed = vary(gathered("embed"), ("stage",))
   h = lax.map(lambda micro: stack.embed(embed, micro, ops), microbatches)
-  packing = packing_of(microbatches)
-  h = gpipe(run_layers, params["layers"], h, packing, skip=_can_skip(layout))
+  h = gpipe(run_layers, params["layers"], h, packing_of(microbatches), skip=_can_skip(layout))
   # The head processes all rows of a stage at once.
   parts = h, stage_microbatches(microbatches)
   h, rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)

@@ -148,8 +148,7 @@ def make_layout(
   gathers = jax.tree.map_with_path(gather, shapes, opt_specs)
   types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
   trees = param_specs, opt_specs, gathers, types
-  options = splits, dtype, sum_in, opt_on_host, loss_chunk
-  return Layout(mesh, shard, token_axes, *trees, *options)
+  return Layout(mesh, shard, token_axes, *trees, splits, dtype, sum_in, opt_on_host, loss_chunk)
 
 
 def _check_used(sizes: dict[str, int], specs: Any, shard: Shard) -> None:

@@ -49,8 +49,7 @@ def tensor_ops(*, regions: bool, dtype: Any = None, sum_in: Any = None) -> Ops:
   def enter(x: jax.Array):
     if not regions:
       return vary(x, (MODEL,))
-    sent = x if dtype is None else x.astype(dtype)
-    return gather_tokens(sent, axis=MODEL).astype(x.dtype)
+    return gather_tokens(x if dtype is None else x.astype(dtype), axis=MODEL).astype(x.dtype)
 
   enter.defvjp(lambda x: (enter(x), None), lambda _, g: (add(g).astype(g.dtype),))
   lookup = functools.partial(split_lookup, scatter=regions)

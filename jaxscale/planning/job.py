@@ -98,9 +98,7 @@ def run_of(experiment: Any) -> RunLength | None:
   return RunLength(steps, evaluations, derived.num_eval, -(-steps // derived.save_every), size)
 
 
-def job_of(
-  run: RunLength, step: Step, rates: Rates, train: dict[Corner, float] | None = None
-) -> Job:
+def job_of(run: RunLength, step: Step, rates: Rates, train: _Seconds | None = None) -> Job:
   """Predict the time and the cost of a run.
 
   Args:

@@ -133,8 +133,7 @@ def _size(strong: Step | None, weak: Step | None, base: Step | None) -> tuple[st
     up = "too large"
     if strong.fits and base:
       up = f"{strong.rate / base.rate * base.devices / strong.devices:.0%}"
-    took = short_time(strong.seconds["expected"])
-    cells = [f"{strong.rows:,}", took, _count(strong.rate), up]
+    cells = [f"{strong.rows:,}", short_time(strong.seconds["expected"]), _count(strong.rate), up]
   if weak:
     more = [_count(weak.rate), f"{weak.efficiency:.1%}"]
   step = weak or strong

@@ -29,7 +29,7 @@ from jaxscale.run.callbacks import Callback
 from jaxscale.run.open_run import open_run, with_chosen_sizes
 from jaxscale.run.reporter import Reporter
 from jaxscale.run.run import Run
-from jaxscale.run.session import check_progress
+from jaxscale.run.session import check_progress, set_cpu_threads
 from jaxscale.run.step_compiler import StepCompiler, in_background
 from jaxscale.run.summary import finish
 from jaxscale.run.train_phases import phase_at, train_phases
@@ -95,6 +95,7 @@ def fit(
     True
   """
   check_not_loading("trains")
+  set_cpu_threads()  # from a script or notebook, in time unless it has already used a device
   refuse_fallback()
   parts = config, Path(expand(workdir)), plan, accept_changes, callbacks, loss_fn
   with open_run(*parts) as run:
