@@ -27,13 +27,14 @@ SUFFIXES = ".parquet", ".arrow", ".feather", ".ipc"
 
 
 class _File(NamedTuple):
-  """Opened file: its schema, the rows of each chunk, and a function that reads a chunk.
+  """Opened file: schema, columns, rows of each chunk, and a function that reads a chunk.
 
   `check` raises OSError if a file that is mapped into memory became shorter; arrays may be views
   of it, so it is called before each use of a chunk.
   """
 
   schema: Any
+  names: list[str]
   lengths: list[int]
   read: Callable[[int, Sequence[str]], Any]
   check: Callable[[], None] = lambda: None
@@ -60,7 +61,7 @@ def open_arrow(
   names = chosen_names(name, names, known)
   for path, file in zip(paths, files, strict=True):
     for column in names:
-      kind = file.schema.field(column).type if column in file.schema.names else "nothing"
+      kind = file.schema.field(column).type if column in file.names else "nothing"
       if kind != known[column]:
         problem = f"has {kind} in column {column!r}, but {paths[0]} has {known[column]}"
         raise invalid(str(path), ..., problem, "give files of the same columns")
@@ -166,7 +167,8 @@ def _opened(path: Path) -> _File:
         file = parquet.ParquetFile(path, metadata=metadata)
         return file.read_row_group(number, [*names], use_threads=False).combine_chunks()
 
-      return _File(metadata.schema.to_arrow_schema(), lengths, read)
+      schema = metadata.schema.to_arrow_schema()
+      return _File(schema, [*schema.names], lengths, read)
     if magic == b"ARROW1":
       reader = pa.ipc.open_file(pa.memory_map(str(path)))
       batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
@@ -176,6 +178,7 @@ def _opened(path: Path) -> _File:
     else:
       fix = f"give files in Parquet or Arrow IPC format ({', '.join(SUFFIXES)})"
       raise invalid("path", str(path), "has another format", fix)
+    names = [*reader.schema.names]  # Here a name that is not UTF-8 is an error of the file.
   except ConfigError:
     raise
   except Exception as e:
@@ -187,7 +190,8 @@ def _opened(path: Path) -> _File:
       if os.stat(path).st_size < size:  # Reading it would be a SIGBUS.
         raise TruncatedError(str(path))
 
-  return _File(reader.schema, [len(batch) for batch in batches], lambda i, _: batches[i], check)
+  lengths = [len(batch) for batch in batches]
+  return _File(reader.schema, names, lengths, lambda i, _: batches[i], check)
 
 
 def _specs(table: Any, names: Sequence[str]) -> dict[str, Spec]:
