@@ -26,13 +26,7 @@ from typing import Any
 from jaxscale.cluster import local_launch
 from jaxscale.cluster.schedulers import SCHEDULERS
 from jaxscale.errors import EXIT_USER, ConfigError, invalid
-from jaxscale.files import (
-  open_to_append,
-  read_json,
-  read_json_lines,
-  readable_text,
-  whole_number,
-)
+from jaxscale.files import open_to_append, read_json, read_json_lines, readable_text, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
 from jaxscale.jobs import spec as specs
