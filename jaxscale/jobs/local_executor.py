@@ -26,7 +26,7 @@ from typing import Any
 from jaxscale.cluster import local_launch
 from jaxscale.cluster.schedulers import SCHEDULERS
 from jaxscale.errors import EXIT_USER, ConfigError, invalid
-from jaxscale.files import open_to_append, read_json, read_json_lines, whole_number
+from jaxscale.files import open_to_append, read_json, read_json_lines, readable_text, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
 from jaxscale.jobs import spec as specs
@@ -105,7 +105,7 @@ def cancel(spec: JobSpec, job: str) -> None:
 
 def is_alive(folder: Path) -> bool:
   """Return whether the supervisor of the last submission runs on this machine."""
-  return any(_names(pid, folder) for pid, _ in _recorded(folder, "supervisor.jsonl"))
+  return any(_names(_words(pid), folder) for pid, _ in _recorded(folder, "supervisor.jsonl"))
 
 
 def _recorded(folder: Path, file: str) -> list[tuple[int, int]]:
@@ -115,12 +115,14 @@ def _recorded(folder: Path, file: str) -> list[tuple[int, int]]:
   return [(x["pid"], x["born"]) for x in own if _born(x["pid"]) == x["born"]]
 
 
-def _names(pid: int, folder: Path) -> bool:
-  """Return whether a word of a process's command line is the folder of a run or in it."""
+def _words(pid: int) -> list[str]:
+  """Return the command line of a process; [] if it is ending or has ended."""
+  return [word for word in readable_text(Path(f"/proc/{pid}/cmdline")).split("\0") if word]
+
+
+def _names(words: Sequence[str], folder: Path) -> bool:
+  """Return whether a word of a command line is the folder of a run or in it."""
   real = os.path.realpath(folder)
-  words = []
-  with contextlib.suppress(OSError):
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
   paths = (Path(os.path.realpath(word)) for word in words if word[:1] == "/")
   return any(path.is_relative_to(real) for path in paths)
 
@@ -134,9 +136,9 @@ def _send(number: int, pid: int, born: int, folder: Path) -> None:
   """
   # The descriptor refers to this process, even if its ID is used again after the checks.
   with _descriptor(pid) as process:
-    if _born(pid) != born:
+    if _born(pid) != born or not (words := _words(pid)):
       return
-    if not _names(pid, folder):
+    if not _names(words, folder):
       problem = f"records process {pid}, whose command line does not name it"
       raise invalid(str(folder), ..., problem, f"end it by `kill {pid}` if it is of this run")
     if process is None:
