@@ -348,4 +348,4 @@ def test_secret(place, content):
   path.write_bytes(content)
   path.chmod(0o600)
   with one_line():
-    assert len(secret._read(path)) == 32
+    assert len(secret.read_file(path)) == 32
