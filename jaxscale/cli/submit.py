@@ -105,7 +105,8 @@ def _take_plan(args: Namespace) -> None:
   Raises:
     ConfigError: the file is not a plan, or --config is also given.
   """
-  from jaxscale.files import require_json, unsafe_owner
+  from jaxscale.files import require_json
+  from jaxscale.owners import unsafe_owner
 
   if args.config:
     raise ConfigError(f"--config={args.config}: cannot be used with --plan; give one of them")

@@ -27,7 +27,8 @@ from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
 from jaxscale.config.validation import alternatives, hints, item_type, nearest, settings_classes
 from jaxscale.errors import ConfigError
-from jaxscale.files import mismatch, replacing, require_json, unsafe_owner
+from jaxscale.files import mismatch, replacing, require_json
+from jaxscale.owners import unsafe_owner
 
 FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had other names.
 # Required contents of a config.json, in the form of `files.mismatch`.
