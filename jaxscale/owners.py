@@ -50,7 +50,8 @@ def unsafe_owner(path: Path, *, group: bool = True, is_folder: bool = False) -> 
 
 def _way_to(path: Path) -> list[tuple[Path, os.stat_result]]:
   """Return the folders and links on the way to a path, from the root, and what is there."""
-  at, names, way = Path(), [*Path.cwd().joinpath(path).parts], []
+  # The current folder, which may be deleted, matters to relative paths only.
+  at, names, way = Path(), [*(path if path.is_absolute() else Path.cwd() / path).parts], []
   while names:
     if (name := names.pop(0)) == "..":
       at = at.parent
@@ -144,13 +145,7 @@ def own_folder(path: Path, *, by_descriptor: bool = True) -> Iterator[Path]:
   Raises:
     OSError: the path is missing or not a folder, or others can write to it.
   """
-  flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-  try:
-    number = os.open(path, flags)
-  except OSError as e:
-    if e.errno in (errno.ELOOP, errno.ENOTDIR):
-      raise OSError(None, f"{path} is not a folder") from None
-    raise
+  number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
   try:
     if by_descriptor and (opened := Path(f"/proc/self/fd/{number}")).is_dir():
       problem = _problem(opened, os.fstat(number), True, False)

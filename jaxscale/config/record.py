@@ -113,11 +113,12 @@ def from_plain(
     raise ConfigError(f"{name}: no such settings class, {nearest(name, classes)}")
   kinds = hints(cls)
   values = {k: from_plain(kinds.get(k, Any), v, folder, trust=trust) for k, v in fields.items()}
-  if values.get("cache_dir") and folder and not trust and (others := unsafe_code(folder)):
-    # Files would be created wherever another user chose.
-    unused = f"{name}.cache_dir={values['cache_dir']} is not used, since {others}"
-    print_note(f"{unused}; add --trust to use it")
-    values["cache_dir"] = None
+  for field in ("cache_dir", "uri"):
+    # Files would be created, and metrics and MLflow's password be sent, where another user chose.
+    if values.get(field) and folder and not trust and (others := unsafe_code(folder)):
+      unused = f"{name}.{field}={values[field]} is not used, since {others}"
+      print_note(f"{unused}; add --trust to use it")
+      values[field] = None
   return cls(**values)
 
 

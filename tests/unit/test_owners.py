@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxscale import owners
+from jaxscale.cli.train import default_workdir
 from jaxscale.config.record import unsafe_code
 from jaxscale.owners import own_folder, unsafe_owner
 from jaxscale.run import trace_request
@@ -143,6 +144,12 @@ def test_root_of_the_host_is_root_in_a_container_without_root(deep, monkeypatch)
   owners._host_user.cache_clear()
 
 
+def test_a_whole_path_needs_no_current_folder(deep, monkeypatch):
+  """It may be deleted while a run lives."""
+  monkeypatch.setattr(Path, "cwd", raised(FileNotFoundError()))
+  assert unsafe_owner(deep) is None
+
+
 def test_a_folder_by_its_descriptor_stays_the_same(tmp_path, umask, shared_groups):
   folder = tmp_path / "kept"
   folder.mkdir(mode=0o700)
@@ -160,8 +167,8 @@ def test_a_folder_by_its_descriptor_stays_the_same(tmp_path, umask, shared_group
     pass
   for change, problem in (
     (lambda: folder.chmod(0o770), f"other users can write to {folder}"),
-    (lambda: (folder.rename(tmp_path / "x"), folder.symlink_to("x")), f"{folder} is not a folder"),
-    (lambda: (folder.unlink(), folder.touch()), f"{folder} is not a folder"),
+    (lambda: (folder.rename(tmp_path / "x"), folder.symlink_to("x")), "Not a directory"),
+    (lambda: (folder.unlink(), folder.touch()), "Not a directory"),
   ):
     change()
     with pytest.raises(OSError, match=problem), own_folder(folder):
@@ -239,6 +246,18 @@ def test_what_works_in_a_layout(name, as_victim):
     row = " | ".join(cells).replace(str(as_victim.folder), "").replace("/0", "/A")
     with Path(table).open("a") as file:
       file.write(f"| {row} |\n")
+
+
+def test_the_settings_of_a_colleague_train_in_the_current_folder(as_victim, tmp_path):
+  """A link that he made beside his run would have led the victim's files anywhere."""
+  run = as_victim.make("attacker/run", ATTACKER)
+  (run / "config.json").write_text("{}")
+  assert default_workdir(f"{run}/config.json") == "runs/run-again"
+  os.symlink(as_victim.victim, as_victim.attacker / "link")
+  (as_victim.victim / "config.json").write_text("{}")
+  as_victim.give(as_victim.attacker, ATTACKER)
+  assert default_workdir(str(as_victim.attacker / "link")) == "runs/victim-again"
+  assert default_workdir(str(as_victim.victim)) == f"{as_victim.victim}-again"
 
 
 @pytest.mark.parametrize("mode, is_read", [(0o755, True), (0o2775, True), (0o777, False)])
