@@ -26,7 +26,7 @@ from jaxscale.config.plain import class_name as class_name
 from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
 from jaxscale.config.validation import alternatives, hints, item_type, nearest, settings_classes
-from jaxscale.errors import ConfigError
+from jaxscale.errors import ConfigError, printable
 from jaxscale.files import mismatch, replacing, require_json
 from jaxscale.owners import unsafe_owner
 
@@ -128,7 +128,7 @@ def print_note(line: str) -> None:
   with contextlib.suppress(ConfigError):  # The start of the run reports this error.
     if detect().process_id:
       return
-  print(f"note: {line}", file=sys.stderr)
+  print(printable(f"note: {line}"), file=sys.stderr)
 
 
 def _not_stored(what: str) -> ConfigError:

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
@@ -444,3 +445,20 @@ errors.leave(main)
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
   assert done.returncode == 2 and done.stderr.count("\n") == 1
   assert "a text of 7 characters took more than 0 s; use a different tokenizer" in done.stderr
+
+
+def test_a_suspended_process_is_not_a_slow_tokenizer(monkeypatch):
+  """Slurm may suspend a job for hours, and the first wait then ends without any work done."""
+
+  class Thread(threading.Thread):
+    waits = 0
+
+    def join(self, timeout=None):
+      Thread.waits += 1
+      if Thread.waits == 2:
+        go_on.set()
+        super().join(60)
+
+  go_on = threading.Event()
+  monkeypatch.setattr(threading, "Thread", Thread)
+  assert tokenizer._limited("tokenizer='x'", lambda: go_on.wait(60) and "text", 7) == "text"

@@ -192,6 +192,7 @@ LAYOUTS = {
   "project 2775, umask 002": ([(0, PROJECT, 0o2775), (VICTIM, PROJECT, 0o2775)], "cpu data"),
   "project 3775, sticky": ([(0, PROJECT, 0o3775), (VICTIM, PROJECT, 0o2755)], "cpu gpu code data"),
   "project 3775, umask 002": ([(0, PROJECT, 0o3775), (VICTIM, PROJECT, 0o2775)], "cpu data"),
+  "folder of another user, as in a container of root": ([THEIRS, MINE], "cpu data"),
   "project 3775 of a colleague": ([(ATTACKER, PROJECT, 0o3775), MINE], "cpu data"),
   "volume of Kubernetes, 2775": ([(0, 4321, 0o2775), MINE], "cpu data"),
   "scratch 1777": ([(0, 0, 0o1777), MINE, MINE], "cpu gpu code data"),
