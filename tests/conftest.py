@@ -37,7 +37,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import pytest
 
 from support.compiling import fast_compile_env
-from support.fixtures import own_cache, photo, reported, scontrol, shared_groups  # noqa: F401
+from support.fixtures import own_cache, photo, reported, scontrol, shared_groups, umask  # noqa: F401
 from support.paths import ROOT
 from support.processes import child  # noqa: F401
 from support.slurm import cluster as slurm_cluster

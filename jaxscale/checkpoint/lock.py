@@ -32,7 +32,8 @@ from jaxscale import cluster
 from jaxscale.cluster import schedulers
 from jaxscale.cluster.rendezvous.network import namespace
 from jaxscale.errors import ConfigError, GiveUpError, invalid, printable, unwritable
-from jaxscale.files import read_json, user_name, whole_number
+from jaxscale.files import read_json, whole_number
+from jaxscale.owners import user_name
 
 RENEW_S = 5.0  # between renewals, each of which is one request to the file server
 EXPIRE_S = 60.0  # A lock without renewal for so long is free: 12 renewals were missed.

@@ -36,9 +36,10 @@ from jaxscale.checkpoint import checkpoint_files, node_file
 from jaxscale.checkpoint.checksum import DamagedError
 from jaxscale.checkpoint.lock import WorkdirLock, check_for_all
 from jaxscale.errors import NonFiniteError
-from jaxscale.files import read_json, unsafe_owner, whole_number, write_json
+from jaxscale.files import read_json, whole_number, write_json
 from jaxscale.metrics.log import logger
 from jaxscale.optim.matrices import saved_rows
+from jaxscale.owners import unsafe_owner
 from jaxscale.parallel.layout_exchange import Split
 
 RECORD = "local.json"

@@ -75,7 +75,7 @@ def in_session(args: Namespace, work: Any) -> int | None:
   from jaxscale import cluster
   from jaxscale.cluster.watch.stop_consensus import StopRequested
   from jaxscale.config.loading import evaluated_config
-  from jaxscale.files import unsafe_owner
+  from jaxscale.owners import unsafe_owner
   from jaxscale.run.session import open_session, report_stop
 
   described, config = evaluated_config(str(workdir_of(args)), args.overrides, trust=args.trust)

@@ -105,13 +105,15 @@ def _take_plan(args: Namespace) -> None:
   Raises:
     ConfigError: the file is not a plan, or --config is also given.
   """
-  from jaxscale.files import require_json, unsafe_owner
+  from jaxscale.files import require_json
+  from jaxscale.owners import unsafe_owner
 
   if args.config:
     raise ConfigError(f"--config={args.config}: cannot be used with --plan; give one of them")
   shape = {"submit": {"config": str, "overrides": {str: str}, "nodes": int}}
-  submit = require_json(Path(args.plan), shape, "give the plan.json of `jaxscale plan`")["submit"]
-  if not args.trust and (others := unsafe_owner(Path(args.plan).resolve())):
+  plan = Path(args.plan).resolve()  # once, as another user's link may change
+  submit = require_json(plan, shape, "give the plan.json of `jaxscale plan`")["submit"]
+  if not args.trust and (others := unsafe_owner(plan)):
     problem = f"has a config and a site, which are executed, and {others}"
     raise invalid("--plan", args.plan, problem, "add --trust, or give --config instead")
   if "tpus" in submit:

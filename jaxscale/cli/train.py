@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -46,12 +47,14 @@ def add_workdir(parser: Parser) -> None:
 def default_workdir(config: str) -> str:
   """Return `runs/digits` for configs/digits.py, `runs/x-8k` for configs/x.py:8k.
 
-  Settings of a run train in a new workdir: `runs/x-again` for runs/x/config.json.
+  Settings of a run train in a new workdir: `runs/x-again` for runs/x/config.json. It is in the
+  current folder for a run of another user, who may have made a link beside it.
   """
   from jaxscale.config.loading import recorded_run
 
   if run := recorded_run(config):
-    return f"{run}-again"
+    is_own = run.lstat().st_uid in (os.geteuid(), 0)
+    return f"{run}-again" if is_own else f"runs/{run.resolve().name}-again"
   file, _, arg = config.partition(":")
   return f"runs/{Path(file).stem}" + (f"-{arg}" if arg else "")
 

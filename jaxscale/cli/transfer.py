@@ -11,6 +11,7 @@ from __future__ import annotations
 from jaxscale.cli.parser import Namespace, Parser
 from jaxscale.cli.status import SEE_STATUS
 from jaxscale.cli.submit import add_runs
+from jaxscale.errors import printable
 
 
 def add_arguments(parser: Parser) -> None:
@@ -27,4 +28,5 @@ def run(args: Namespace) -> None:
   from jaxscale.jobs import rate_transfer
 
   config = load_config(args.config, args.overrides, trust=args.trust)
-  print(rate_transfer.report(args.names, args.runs, config, args.config))
+  text = rate_transfer.report(args.names, args.runs, config, args.config)
+  print(printable(text, keep="\n"))

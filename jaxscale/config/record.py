@@ -26,8 +26,9 @@ from jaxscale.config.plain import class_name as class_name
 from jaxscale.config.plain import code_of
 from jaxscale.config.plain import to_plain as to_plain
 from jaxscale.config.validation import alternatives, hints, item_type, nearest, settings_classes
-from jaxscale.errors import ConfigError
-from jaxscale.files import mismatch, replacing, require_json, unsafe_owner
+from jaxscale.errors import ConfigError, printable
+from jaxscale.files import mismatch, replacing, require_json
+from jaxscale.owners import unsafe_owner
 
 FORMAT = 2  # Of config.json; jaxscale 0.1 wrote format 1, whose settings had other names.
 # Required contents of a config.json, in the form of `files.mismatch`.
@@ -112,11 +113,12 @@ def from_plain(
     raise ConfigError(f"{name}: no such settings class, {nearest(name, classes)}")
   kinds = hints(cls)
   values = {k: from_plain(kinds.get(k, Any), v, folder, trust=trust) for k, v in fields.items()}
-  if values.get("cache_dir") and folder and not trust and (others := unsafe_code(folder)):
-    # Files would be created wherever another user chose.
-    unused = f"{name}.cache_dir={values['cache_dir']} is not used, since {others}"
-    print_note(f"{unused}; add --trust to use it")
-    values["cache_dir"] = None
+  for field in ("cache_dir", "uri"):
+    # Files would be created, and metrics and MLflow's password be sent, where another user chose.
+    if values.get(field) and folder and not trust and (others := unsafe_code(folder)):
+      unused = f"{name}.{field}={values[field]} is not used, since {others}"
+      print_note(f"{unused}; add --trust to use it")
+      values[field] = None
   return cls(**values)
 
 
@@ -126,7 +128,7 @@ def print_note(line: str) -> None:
   with contextlib.suppress(ConfigError):  # The start of the run reports this error.
     if detect().process_id:
       return
-  print(f"note: {line}", file=sys.stderr)
+  print(printable(f"note: {line}"), file=sys.stderr)
 
 
 def _not_stored(what: str) -> ConfigError:

@@ -262,7 +262,8 @@ def _jpeg_header(data: bytes, max_pixels: int) -> tuple[Any, ...] | None:
 
 
 def _check_size(height: int, width: int, max_pixels: int, cost: int = 1) -> None:
-  if height * width * cost > max_pixels:
+  # Tags of a TIFF may be texts, which a number would repeat.
+  if operator.index(height) * operator.index(width) * cost > max_pixels:
     size, share = f"{width:,} x {height:,} pixels", "" if cost == 1 else f"1/{cost} of "
     raise ValueError(f"{size}, more than {share}--config.data.max_pixels={max_pixels}")
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxscale.data.caches import user_cache
 from jaxscale.errors import ConfigError
-from jaxscale.files import unsafe_owner
+from jaxscale.owners import unsafe_owner
 
 try:
   import simplejpeg

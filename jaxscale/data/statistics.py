@@ -13,7 +13,8 @@ import numpy as np
 from jaxscale.data.caches import kept, key_of, user_cache
 from jaxscale.data.dataset import Dataset
 from jaxscale.errors import invalid
-from jaxscale.files import read_json, replace_text, unsafe_owner
+from jaxscale.files import read_json, replace_text
+from jaxscale.owners import unsafe_owner
 
 _READ = 1 << 25  # bytes of images per read
 _SHAPE = {"mean": [float], "std": [float]}

@@ -41,8 +41,8 @@ from jaxscale.files import (
   replace_text,
   replacing,
   require_json,
-  unsafe_owner,
 )
+from jaxscale.owners import unsafe_owner
 
 NO_TARGET = -1  # the target of padding and of prompts, which is not learned
 PREPARED = "tokens.json"  # the file that `jaxscale prepare tokens` writes last

@@ -25,8 +25,9 @@ import numpy as np
 
 from jaxscale.data.caches import key_of, user_cache
 from jaxscale.errors import ConfigError
-from jaxscale.files import open_descriptor, read_bytes, replacing, unsafe_owner
+from jaxscale.files import open_descriptor, read_bytes, replacing
 from jaxscale.metrics.event_file import masked_crc32c
+from jaxscale.owners import unsafe_owner
 
 _MOST = 1 << 30  # bytes of a record, which is read at once
 _HEAD, _FOOT = 12, 4  # uint64 length with its uint32 checksum; checksum of the bytes

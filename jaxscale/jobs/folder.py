@@ -32,10 +32,10 @@ from jaxscale.files import (
   read_json_lines,
   replace_text,
   require_json,
-  user_name,
   write_json,
 )
 from jaxscale.jobs.spec import SHAPE, JobSpec, from_json, to_json
+from jaxscale.owners import user_name
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
 from jaxscale.run.provenance import environment, git
 

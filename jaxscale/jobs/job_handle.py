@@ -21,7 +21,7 @@ from jaxscale.config.config_file import check_not_loading
 from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import open_to_append, unsafe_owner, write_json
+from jaxscale.files import open_to_append, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -29,6 +29,7 @@ from jaxscale.jobs.site import load_site, with_options
 from jaxscale.jobs.spec import JobSpec
 from jaxscale.jobs.status import ShownAsTable, StatusTable, statuses
 from jaxscale.metrics import read_metrics, text
+from jaxscale.owners import unsafe_owner
 from jaxscale.planning.stored import FILE, read_plan
 
 _SHOWN = 20  # rows of a record; the middle of a longer one is hidden

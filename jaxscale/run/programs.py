@@ -33,8 +33,9 @@ from jaxscale import cluster
 from jaxscale.cluster import jax_internals
 from jaxscale.config import Compilation
 from jaxscale.data.caches import user_cache
-from jaxscale.files import own_folder, read_bytes, readable_text, replace_text
+from jaxscale.files import read_bytes, readable_text, replace_text
 from jaxscale.metrics.log import logger
+from jaxscale.owners import own_folder
 
 FOLDER = "compiled"
 _PROGRAM, _SUM = "-cache", ".sha256"  # JAX defines the first one (jax/_src/lru_cache.py).

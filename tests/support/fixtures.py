@@ -5,7 +5,7 @@ import stat
 
 import pytest
 
-from jaxscale import files
+from jaxscale import owners
 from support.logs import logged
 
 
@@ -43,9 +43,17 @@ def own_cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def umask():
+  """Set the usual umask, and return the function that sets another."""
+  before = os.umask(0o022)
+  yield os.umask
+  os.umask(before)
+
+
+@pytest.fixture
 def shared_groups(monkeypatch):
   """Make all groups have other members, also those of one user."""
-  monkeypatch.setattr(files, "_is_private", lambda group: False)
+  monkeypatch.setattr(owners, "_is_private", lambda group: False)
 
 
 @pytest.fixture

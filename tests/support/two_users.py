@@ -87,3 +87,11 @@ def users():
     yield Users(folder)
   finally:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Make a file, and without root all others, another user's in this process."""
+  if os.geteuid() == 0:
+    os.chown(path, 12345, -1, follow_symlinks=False)
+  else:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)

@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
@@ -45,10 +46,10 @@ def hole(path, content=b""):
 # Pictures
 
 
-def tiled_tiff(width):
+def tiled_tiff(width, bits=8):
   """Return a TIFF of 16 x 16 pixels with one tile of width x width."""
   content = zlib.compress(bytes(100))
-  tags = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: width}
+  tags = {256: 16, 257: 16, 258: bits, 259: 8, 262: 1, 277: 1, 322: width, 323: width}
   start = 10 + 12 * (len(tags) + 2) + 4
   tags |= {324: start, 325: len(content)}
   entries = b"".join(struct.pack("<HHII", tag, 4, 1, x) for tag, x in sorted(tags.items()))
@@ -66,6 +67,17 @@ def test_a_tile_of_a_tiff_counts_as_pixels():
     jpeg.decode(tiled_tiff(46_320), 3)
   with pytest.raises(ValueError, match="decoder error"):  # in the limit, and truncated
     jpeg.decode(tiled_tiff(256), 3)
+
+
+@pytest.mark.parametrize("kind, value", [(1, b"abcd"), (2, b"ab\0"), (7, b"abcd")])
+def test_a_text_in_place_of_a_tile_size_is_not_repeated(kind, value):
+  """A text times a number took 4 GB for 134 bytes."""
+  data = tiled_tiff(2**31 - 1, bits=16)
+  width = struct.pack("<HHII", 322, 4, 1, 2**31 - 1)
+  assert width in data
+  data = data.replace(width, struct.pack("<HHI", 322, kind, len(value)) + value.ljust(4, b"\0"))
+  with pytest.raises(ValueError, match="not a readable image"):
+    jpeg.decode(data, 3)
 
 
 def test_a_webp_may_have_a_quarter_of_the_pixels():
@@ -433,3 +445,20 @@ errors.leave(main)
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
   assert done.returncode == 2 and done.stderr.count("\n") == 1
   assert "a text of 7 characters took more than 0 s; use a different tokenizer" in done.stderr
+
+
+def test_a_suspended_process_is_not_a_slow_tokenizer(monkeypatch):
+  """Slurm may suspend a job for hours, and the first wait then ends without any work done."""
+
+  class Thread(threading.Thread):
+    waits = 0
+
+    def join(self, timeout=None):
+      Thread.waits += 1
+      if Thread.waits == 2:
+        go_on.set()
+        super().join(60)
+
+  go_on = threading.Event()
+  monkeypatch.setattr(threading, "Thread", Thread)
+  assert tokenizer._limited("tokenizer='x'", lambda: go_on.wait(60) and "text", 7) == "text"

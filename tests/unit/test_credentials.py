@@ -1,12 +1,16 @@
-"""Secrets of variables, addresses and command lines reach no file, log or error."""
+"""Secrets reach no file, log or error, and escape sequences of others no terminal."""
 
+import contextlib
 import json
 import logging
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from jaxscale import config
+from jaxscale import cli, config
+from jaxscale.cli import evaluate, export, generate
+from jaxscale.config import record
 from jaxscale.errors import ConfigError, hide_credentials, message_of, printable, user_message
 from jaxscale.metrics import log, text
 from jaxscale.run import provenance
@@ -92,3 +96,26 @@ def test_the_log_and_tables_escape_names_of_others(capsys):
   assert out == f"class {printable(EVIL)}\n\tnext é\xa0\n"
   assert text.table(["run"], [[EVIL]]).splitlines()[1] == printable(EVIL)
   assert all(c.isprintable() for c in printable(EVIL))
+  record.print_note(f"{EVIL} is not used")
+  assert capsys.readouterr().err == f"note: {printable(EVIL)} is not used\n"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "export", "generate", "transfer"])
+def test_what_a_command_prints_about_a_run_is_escaped(command, tmp_path, monkeypatch, capsys):
+  """Names of classes, tokens and texts come from files that others may have written."""
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # `export` sets it, and it is restored
+  monkeypatch.setattr(evaluate, "workdir_of", lambda args: tmp_path)
+  monkeypatch.setattr(export, "workdir_of", lambda args: tmp_path)
+  monkeypatch.setattr(generate, "workdir_of", lambda args: tmp_path)
+  monkeypatch.setattr("jaxscale.run.export.export", lambda *_, **__: EVIL)
+  monkeypatch.setattr("jaxscale.run.generate.write", lambda *_, **__: EVIL)
+  described = SimpleNamespace(workdir=tmp_path)
+  monkeypatch.setattr("jaxscale.config.loading.evaluated_config", lambda *_, **__: (described, 0))
+  monkeypatch.setattr("jaxscale.run.session.open_session", lambda *_: contextlib.nullcontext())
+  monkeypatch.setattr("jaxscale.run.predict.evaluate", lambda *_, **__: (EVIL, {}))
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  monkeypatch.setattr("jaxscale.jobs.rate_transfer.report", lambda *_: EVIL)
+  to = str(tmp_path / "a.safetensors")
+  options = {"export": ["--to", to], "transfer": ["--config", "digits"]}.get(command, [])
+  assert cli.main([command, "run", *options]) == 0
+  assert capsys.readouterr().out == f"{printable(EVIL)}\n"

@@ -1,16 +1,13 @@
-"""Files that other users can write to: no link is followed, no stranger trusted."""
+"""Files that other users can write to: no link is followed, and what is read has limits."""
 
 import contextlib
-import grp
 import io
 import json
 import os
-import pwd
 import stat
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +19,7 @@ from jaxscale.config.record import from_plain
 from jaxscale.data import partial_jpeg, stream, tfrecord
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.files import open_to_append, read_bytes, replacing, unsafe_owner, write_json
+from jaxscale.files import open_to_append, read_bytes, replacing, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.metrics import plot
 from jaxscale.run import provenance
@@ -30,13 +27,7 @@ from jaxscale.run.workdir import claim_workdir
 from jaxscale.weights.safetensors import read_index, write
 from support.errors import config_error
 from support.images import write_tfrecord
-
-
-@pytest.fixture
-def umask():
-  before = os.umask(0o022)
-  yield os.umask
-  os.umask(before)
+from support.two_users import give_away
 
 
 @pytest.fixture
@@ -45,23 +36,6 @@ def victim(tmp_path):
   path.write_text("precious")
   yield path
   assert path.read_text() == "precious"
-
-
-def give_away(path, monkeypatch):
-  """Make a file, and all others, another user's."""
-  if os.geteuid() == 0:
-    os.chown(path, 12345, -1, follow_symlinks=False)
-  else:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-
-
-def raised(error):
-  """Return a function that raises an error."""
-
-  def function(*_, **__):
-    raise error
-
-  return function
 
 
 def draw(path):
@@ -151,151 +125,6 @@ def test_the_umask_decides_who_reads_what_is_written(tmp_path, umask, mask, mode
   umask(mask)
   write_json(tmp_path / "a", {})
   assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == mode
-
-
-def test_who_else_writes(tmp_path, umask, monkeypatch, shared_groups):
-  path = tmp_path / "own" / "a"
-  path.parent.mkdir(mode=0o755)
-  path.write_text("")
-  assert unsafe_owner(path) is None
-
-  def others(file, folder, *, group):
-    path.chmod(file)
-    path.parent.chmod(folder)
-    return unsafe_owner(path, group=group)
-
-  for group, modes in ((True, (0o664, 0o775)), (False, (0o666, 0o777))):
-    for file, folder in ((modes[0], 0o755), (0o644, modes[1])):
-      assert "other users can write" in (others(file, folder, group=group) or "")
-  assert others(0o644, 0o755, group=True) is others(0o664, 0o775, group=False) is None
-  assert others(0o644, 0o1777, group=False) is None  # as /tmp is
-  (tmp_path / "link").symlink_to(path)
-  assert "not a file" in (unsafe_owner(tmp_path / "link") or "")
-  path.parent.chmod(0o755)
-  assert unsafe_owner(path.parent, is_folder=True) is None
-  assert "not a folder" in (unsafe_owner(path, is_folder=True) or "")
-  path.parent.chmod(0o775)
-  assert "other users can write" in (unsafe_owner(path.parent, is_folder=True) or "")
-  give_away(path, monkeypatch)
-  assert "another user" in (others(0o644, 0o755, group=True) or "")
-  if os.geteuid() == 0:  # Else the folders above are also the other user's.
-    assert others(0o644, 0o775, group=False) is None  # a colleague's
-  assert "another user" in (others(0o644, 0o1777, group=False) or "")
-
-
-@pytest.fixture
-def deep(tmp_path, umask):
-  """Return a file in nested folders of this user."""
-  path = tmp_path / "a" / "b" / "file"
-  path.parent.mkdir(parents=True)
-  path.write_text("")
-  return path
-
-
-def test_every_folder_on_the_way_counts(deep, shared_groups):
-  """A look at two of them missed the rename of a folder further up."""
-  assert unsafe_owner(deep) is None
-  above = deep.parents[1]
-  for mode, is_open in ((0o775, True), (0o777, True), (0o1775, False), (0o1777, False)):
-    above.chmod(mode)
-    assert (unsafe_owner(deep) == f"other users can write to {above}") is is_open
-  above.chmod(0o775)
-  assert unsafe_owner(deep, group=False) is None  # a project's folder
-  above.chmod(0o777)
-  assert unsafe_owner(deep, group=False) == f"other users can write to {above}"
-
-
-def test_links_on_the_way_are_followed_like_the_kernel_does(deep, tmp_path, shared_groups):
-  (tmp_path / "open").mkdir()
-  (tmp_path / "first").symlink_to("open/second")
-  (tmp_path / "open" / "second").symlink_to(tmp_path / "a")
-  path = tmp_path / "a" / ".." / "first" / "b" / "file"
-  assert path.is_file() and unsafe_owner(path) is None
-  (tmp_path / "open").chmod(0o777)
-  assert unsafe_owner(path) == f"other users can write to {tmp_path}/open"
-  assert unsafe_owner(deep) is None
-  (tmp_path / "circle").symlink_to("circle")
-  with pytest.raises(OSError, match="symbolic links"):
-    unsafe_owner(tmp_path / "circle" / "file")
-
-
-def test_a_group_of_one_user_is_no_other_user(deep, monkeypatch):
-  """The umask of 002 is usual where each user has a group of that name."""
-  deep.parent.chmod(0o775)
-  user = pwd.getpwuid(os.geteuid())
-  if os.geteuid() == 0:
-    os.chown(deep.parent, -1, user.pw_gid)
-  monkeypatch.setattr(os, "getxattr", raised(OSError), raising=False)
-
-  def groups(name, members, primary=True):
-    files._is_private.cache_clear()
-    group = deep.parent.stat().st_gid
-    entry = grp.struct_group((name, "x", group, members))
-    monkeypatch.setattr(grp, "getgrgid", lambda number: entry)
-    known = pwd.struct_passwd((*user[:3], group + (not primary), *user[4:]))
-    monkeypatch.setattr(pwd, "getpwuid", lambda number: known)
-    return unsafe_owner(deep)
-
-  open_ = f"other users can write to {deep.parent}"
-  name = user.pw_name
-  assert groups(name, []) is groups(name, [name]) is None
-  assert groups(name, [name, "mallory"]) == groups("project", []) == open_
-  assert groups(name, [], primary=False) == open_
-  assert groups(name, []) is None
-  monkeypatch.setattr(os, "getxattr", lambda *_, **__: b"an access list", raising=False)
-  assert unsafe_owner(deep) == open_
-  files._is_private.cache_clear()
-
-
-def test_root_of_the_host_is_root_in_a_container_without_root(deep, monkeypatch):
-  """There all users of the host are shown as nobody, who owns / and /home."""
-  folder, me = deep.parents[1], os.geteuid()
-  stat_of = Path.lstat
-
-  def lstat(path):
-    info = [*stat_of(path)]
-    info[4] = 65534 if path in shown else me
-    return os.stat_result(info)
-
-  monkeypatch.setattr(Path, "lstat", lstat)
-  for uid_map, number, is_trusted in (
-    ("0 0 4294967295", "65534\n", False),
-    ("1001 1001 1", "65534\n", True),
-    ("1001 1001 1", "", True),
-  ):
-    texts = {"/proc/self/uid_map": uid_map, "/proc/sys/kernel/overflowuid": number}
-    monkeypatch.setattr(files, "readable_text", lambda path, texts=texts: texts[str(path)])
-    files._host_user.cache_clear()
-    shown = [folder]
-    assert (unsafe_owner(deep) is None) is is_trusted
-    shown = [deep]  # What is executed must be one's own.
-    assert "another user" in (unsafe_owner(deep) or "")
-  files._host_user.cache_clear()
-
-
-def test_a_folder_by_its_descriptor_stays_the_same(tmp_path, umask, shared_groups):
-  folder = tmp_path / "kept"
-  folder.mkdir(mode=0o700)
-  (folder / "mine").write_text("mine")
-  tmp_path.chmod(0o777)
-  with files.own_folder(folder) as opened:
-    folder.rename(tmp_path / "moved")
-    folder.mkdir()
-    (folder / "mine").write_text("another's")
-    assert (opened / "mine").read_text() == "mine"
-  with (
-    pytest.raises(OSError, match=f"other users can write to {tmp_path}"),
-    files.own_folder(folder, by_descriptor=False),
-  ):
-    pass
-  for change, problem in (
-    (lambda: folder.chmod(0o770), f"other users can write to {folder}"),
-    (lambda: (folder.rename(tmp_path / "x"), folder.symlink_to("x")), f"{folder} is not a folder"),
-    (lambda: (folder.unlink(), folder.touch()), f"{folder} is not a folder"),
-  ):
-    change()
-    with pytest.raises(OSError, match=problem), files.own_folder(folder):
-      pass
 
 
 def cached(tmp_path):

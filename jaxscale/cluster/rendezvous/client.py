@@ -40,7 +40,7 @@ from jaxscale.cluster.rendezvous.handshake import Hello, make_hello
 from jaxscale.cluster.secret import VARIABLE, find_secret, greet, run_key
 from jaxscale.cluster.wire import Link
 from jaxscale.errors import ConfigError
-from jaxscale.files import unsafe_owner
+from jaxscale.owners import unsafe_owner
 
 CONNECT_S = 2.0  # seconds for a connection
 ANSWER_S = 10.0  # seconds for an answer, as process 0 may be busy with thousands
