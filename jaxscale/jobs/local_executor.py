@@ -112,7 +112,8 @@ def _recorded(folder: Path, file: str) -> list[tuple[int, int]]:
   """Return ID and start of the recorded processes that still run on this machine."""
   lines = read_json_lines(folder / file, None, {"pid": int, "born": int, "host": str})
   own = [x for x in lines if x["host"] == socket.gethostname() and x["pid"] > 1]
-  return [(x["pid"], x["born"]) for x in own if _born(x["pid"]) == x["born"]]
+  # A process that is just ending has no command line, but for a moment still its start.
+  return [(x["pid"], x["born"]) for x in own if _born(x["pid"]) == x["born"] and _words(x["pid"])]
 
 
 def _words(pid: int) -> list[str]:

@@ -210,7 +210,8 @@ def _read(ranges: tuple[tuple[int, int], ...], dtype: np.dtype, sources: _Source
 
 def _part(array: np.ndarray, link: Link, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
   """Return a part of a leaf from the array in the file, as a view if possible."""
-  array = np.split(array, link.part[1])[link.part[0]]
+  if array.ndim:  # np.split refuses a single number, which has one part
+    array = np.split(array, link.part[1])[link.part[0]]
   array = ARRANGEMENTS[link.how].ours(array)
   array = array if link.fit is None else link.fit(array)
   return array[tuple(slice(*r) for r in ranges)]
