@@ -152,12 +152,12 @@ def test_nothing_is_loaded_that_others_could_have_written(start, tmp_path, share
   tmp_path.chmod(0o700)
   kept.rename(tmp_path / "elsewhere")
   kept.symlink_to(tmp_path / "elsewhere")
-  assert start() == (LOADED, [f"{kept} is not a folder: saving compiled programs in {users}"])
+  assert start() == (LOADED, [f"{kept}: Not a directory: saving compiled programs in {users}"])
   users.chmod(0o777)
   kept.unlink()
   kept.write_text("a file")
   off = "not saving compiled programs (compilation.cache_dir)"
-  assert start() == (COMPILED, [f"{kept} is not a folder: {off}"])
+  assert start() == (COMPILED, [f"{kept}: Not a directory: {off}"])
 
 
 def test_a_full_disk_is_one_line(start, tmp_path, monkeypatch):
