@@ -122,9 +122,14 @@ def compile_step(config: cfg.Config, chips: topologies.Chips) -> Compiled:
   asked = chips.count or len(chips.devices)
   here = len(chips.devices)
   if here < asked:  # Fewer CPUs are simulated, with the same rows on each.
-    if config.batch_size * here % asked:
-      raise ConfigError(f"Config.batch_size={config.batch_size}: give a multiple of {asked}")
-    config = dataclasses.replace(config, batch_size=config.batch_size * here // asked)
+    phases = config.phases
+    sizes = config.batch_size, *getattr(phases, "batch_sizes", ())
+    if wrong := next((size for size in sizes if size * here % asked), None):
+      raise ConfigError(f"batch size {wrong}: give a multiple of {asked}")
+    first, *own = (size * here // asked for size in sizes)
+    if own:
+      phases = dataclasses.replace(phases, batch_sizes=tuple(own))
+    config = dataclasses.replace(config, batch_size=first, phases=phases)
   fit = fits.compile_for(config, chips)
   if fit.compiled is None:
     raise fits.RefusedError(f"--chips={chips.name}: the step {fits.line(fit, chips)}")

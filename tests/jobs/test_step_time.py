@@ -265,6 +265,22 @@ def test_communication_slows_compute_at_the_same_time():
   assert took[1] - took[0] == pytest.approx(hidden / 2)
 
 
+def test_fewer_simulated_devices_have_the_rows_of_all(monkeypatch):
+  """Also in phases with batch sizes of their own, which were left as they were."""
+  seen = []
+  fit = SimpleNamespace(compiled=None)
+  monkeypatch.setattr(fits, "compile_for", lambda config, chips: seen.append(config) or fit)
+  monkeypatch.setattr(fits, "line", lambda fit, chips: "is only looked at")
+  chips = Chips("cpu-32", None, [0] * 8, "cpu", 32)
+  phases = cfg.Phases(epochs=(0, 1), batch_sizes=(64, 128))
+  with pytest.raises(RefusedError, match="is only looked at"):
+    compile_step(small_config(batch_size=64, phases=phases), chips)
+  assert (seen[0].batch_size, seen[0].phases.batch_sizes) == (16, (16, 32))
+  with config_error("batch size 66", "give a multiple of 32"):
+    wrong = cfg.Phases(epochs=(0, 1), batch_sizes=(64, 66))
+    compile_step(small_config(batch_size=64, phases=wrong), chips)
+
+
 def test_a_program_that_cannot_be_read_is_one_line(monkeypatch):
   class Unreadable:
     def as_text(self):
