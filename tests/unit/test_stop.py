@@ -6,11 +6,13 @@ import sys
 import threading
 import time
 import timeit
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxscale.cluster.timeouts import Timeouts
+from jaxscale.cluster.watch import monitor as watch_monitor
 from jaxscale.cluster.watch import watch
 from jaxscale.cluster.watch.fault_detection import limit_s
 from jaxscale.cluster.watch.monitor import Heartbeat, Monitor
@@ -183,6 +185,38 @@ def test_a_process_that_sends_no_messages_is_named_for_it(message):
   thread.join(300)
   ((code, _, _, line),) = left
   assert code == 1 and line.startswith("error: process 1 on n1 sent an invalid mess")
+  for link in (ours, theirs, own, inner):
+    link.close()
+
+
+@pytest.mark.parametrize("last", [{"alone": 40.0}, None], ids=["alone", "died"])
+def test_a_monitor_suspended_between_select_and_receive_names_itself(last, monkeypatch):
+  """Only `select` was looked at: the line then named the process that had left."""
+  ours, theirs = map(Link, socket.socketpair())
+  own, inner = map(Link, socket.socketpair())
+  drain, asleep_s = ours.drain, [0.0]
+
+  def suspended():
+    asleep_s[0] = 40.0
+    return drain()
+
+  clock = lambda: time.perf_counter() + asleep_s[0]  # noqa: E731
+  monkeypatch.setattr(watch_monitor, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+  monkeypatch.setattr(ours, "drain", suspended)
+  left = []
+  options = dict(log=print, leave=lambda *args: left.append(args))
+  limits = Timeouts(heartbeat_timeout_s=60)
+  monitor = Monitor({0: inner, 1: ours}, ["n0", "n1"], limits, **options)
+  if last:
+    theirs.send(last)
+  else:
+    theirs.close()
+  monitor.run()
+  ((_, _, _, line),) = left
+  if last:
+    assert line.startswith("error: process 0 on n0 did not run for 40 s (suspended?)")
+  else:
+    assert line.startswith("error: process 1 on n1 died, ") and "did not run for 40 s" in line
   for link in (ours, theirs, own, inner):
     link.close()
 

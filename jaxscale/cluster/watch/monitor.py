@@ -123,6 +123,7 @@ class Monitor:
     self._window = now, {rank: (0.0, 0) for rank in links}
     # The time of the last check; after this process was suspended, that of the next one.
     self._checked, self._stood_still_s = now, 0.0
+    self._awake_at = now  # of the last call of `_awake`
     self._slow: tuple[float, frozenset[int]] = 0.0, frozenset()
     self._selector = selectors.DefaultSelector()
     for rank, link in links.items():
@@ -131,17 +132,11 @@ class Monitor:
   def run(self) -> None:
     """Receive and check until all processes have left or a fault ends the run."""
     interval_s = self._timeouts.heartbeat_interval_s
-    timeout_s = self._timeouts.heartbeat_timeout_s
-    before = sent = time.monotonic()
+    sent = self._awake_at = time.monotonic()
     while len(self._closed) < len(self._links):
       wait_s = _SETTLE_S / 6 if self._faults else min(0.5, interval_s / 2)
       ready = self._selector.select(wait_s)
-      now = time.monotonic()
-      if now - before > timeout_s / 2:
-        # While this process was suspended, such as by `scontrol suspend`, it received
-        # nothing. The others must get time to send again before they are checked.
-        self._stood_still_s, self._checked = now - before, now + timeout_s / 2
-      before = now
+      now = self._awake()
       self._receive(ready)
       if self._faults:
         if now >= self._settled_at or self._is_common_error():
@@ -161,12 +156,25 @@ class Monitor:
         self._selector.close()
         return
 
+  def _awake(self) -> float:
+    """Return the time, and note whether this process stood still since the last call.
+
+    While it was suspended, such as by `scontrol suspend`, it received nothing. The others
+    must get time to send again before they are checked.
+    """
+    now, before = time.monotonic(), self._awake_at
+    self._awake_at = now  # of the last call of `_awake`
+    if now - before > self._timeouts.heartbeat_timeout_s / 2:
+      self._stood_still_s = now - before
+      self._checked = now + self._timeouts.heartbeat_timeout_s / 2
+    return now
+
   def _receive(self, ready: Iterable[tuple[selectors.SelectorKey, int]]) -> None:
     for key, _ in ready:
       rank = key.data
       try:
         for message in self._links[rank].drain():
-          self._handle(rank, message, time.monotonic())
+          self._handle(rank, message, self._awake())
         self._states[rank].last_alive = self._links[rank].heard
       except (EOFError, ValueError) as e:
         if isinstance(e, ValueError):
@@ -228,6 +236,7 @@ class Monitor:
       self._send(self._ready, {"stop": [point, *request]})
 
   def _close(self, rank: int, *, is_gone: bool) -> None:
+    self._awake()
     self._closed.add(rank)
     self._selector.unregister(self._links[rank])
     state = self._states[rank]
