@@ -22,7 +22,7 @@ _LONGEST_WAY = 1000  # folders and links, as links can lead in a circle
 
 
 def unsafe_owner(path: Path, *, group: bool = True, is_folder: bool = False) -> str | None:
-  """Describe who else can replace or change a file; None if nobody can.
+  """Describe which other user can replace or change a file; None if none can.
 
   The rule is that of OpenSSH's StrictModes. The file, and every folder and link on the way to
   it, must belong to this user or root, and nobody else may write to them. A folder with the
@@ -68,7 +68,7 @@ def _way_to(path: Path) -> list[tuple[Path, os.stat_result]]:
 
 
 def _problem(path: Path, info: os.stat_result, group: bool, is_passed: bool) -> str | None:
-  """Describe who else can change one file, folder or link; `is_passed`: on the way to another."""
+  """Describe which other user can change one entry; `is_passed`: on the way to another."""
   is_mine = info.st_uid in (os.geteuid(), 0)
   if not group:  # A colleague's folder in /scratch can only be his, as others cannot replace it.
     parent = path.parent.stat().st_mode

@@ -156,7 +156,7 @@ def _own_class(name: str, folder: Path | None, trust: bool) -> type:
 
 
 def unsafe_code(workdir: Path) -> str | None:
-  """Describe who else could have written the settings or the code of a run; None if nobody.
+  """Describe which other user could have written a run's settings or code; None if none.
 
   The settings select the code that is executed, and a file in `code/` can import all others
   and what Python has compiled of them.

@@ -121,8 +121,7 @@ def _by_pillow(data: bytes, max_pixels: int) -> tuple[Image.Image, str]:
     kind, tags = opened.format or "unknown", getattr(opened, "tag_v2", {})
     _check_size(opened.height, opened.width, max_pixels, _HEAVY.get(kind, 1))
     _check_scans(data, opened.height, opened.width, max_pixels)
-    # The tiles of a TIFF may be larger than the picture.
-    _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
+    _check_tiles(data, tags, max_pixels)
     turned = _UNDO.get(tags.get(274, 1))
     opened.load()
     image = opened if turned is None else opened.transpose(turned)
@@ -153,7 +152,7 @@ def _deep(data: bytes, max_pixels: int) -> tuple[Image.Image, str] | None:
   else:
     return None
   _check_size(height, width, max_pixels)
-  _check_size(tags.get(323, 1), tags.get(322, 1), max_pixels)
+  _check_tiles(data, tags, max_pixels)
   flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
   pixels = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
   if pixels is None:
@@ -270,9 +269,36 @@ def _check_size(height: int, width: int, max_pixels: int, cost: int = 1) -> None
 
 def _check_scans(data: bytes, height: int, width: int, max_pixels: int) -> None:
   scans = data.count(b"\xff\xda") if data[:2] == b"\xff\xd8" else 0
-  if height * width * scans > _MAX_WHOLE_SCANS * max_pixels:
-    what = f"a JPEG of {width:,} x {height:,} pixels and {scans} scans"
-    raise ValueError(f"{what}, which is too slow with --config.data.max_pixels={max_pixels}")
+  what = f"{width:,} x {height:,} pixels and {scans} scans"
+  _check_passes(height * width * scans, what, max_pixels)
+
+
+def _check_passes(pixels: int, what: str, max_pixels: int) -> None:
+  if pixels > _MAX_WHOLE_SCANS * max_pixels:
+    too_slow = f"which is too slow with --config.data.max_pixels={max_pixels}"
+    raise ValueError(f"a JPEG of {what}, {too_slow}")
+
+
+def _check_tiles(data: bytes, tags: Any, max_pixels: int) -> None:
+  """Check the tiles or strips of a TIFF, which may be larger than the picture, or JPEGs.
+
+  Many may be the same bytes, so each counts its own scans, from its offset to its end.
+  """
+  height, width = tags.get(323, 1), tags.get(322, 1)
+  _check_size(height, width, max_pixels)
+  if tags.get(259) not in (6, 7):  # JPEG, old and new
+    return
+  starts, sizes = tags.get(324), tags.get(325)
+  if starts is None:
+    starts, sizes = tags.get(273, (0,)), tags.get(279)
+    height, width = min(tags.get(278, tags[257]), tags[257]), tags[256]
+  starts = np.array(starts, np.uint64)
+  ends = starts + np.array(sizes or 0, np.uint64)
+  ends = np.where(ends > starts, ends, len(data))  # libtiff estimates a size that is missing
+  scans = [match.start() for match in re.finditer(b"\xff\xda", data)]
+  passes = int((np.searchsorted(scans, ends) - np.searchsorted(scans, starts)).sum())
+  blocks = -(-operator.index(height) // 16) * -(-operator.index(width) // 16)
+  _check_passes(256 * blocks * passes, f"{passes:,} scans in a TIFF", max_pixels)
 
 
 def decode_view(

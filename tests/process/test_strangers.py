@@ -15,6 +15,7 @@ from support import strangers
 from support.cases import all_slow_except
 from support.commands import run_python
 from support.rendezvous import connect, greet, job, ports_of
+from support.two_users import needs_root
 
 start = pytest.fixture(starting.starter)
 NAMES = [f.__name__ for f in strangers.CONNECTING]
@@ -110,8 +111,7 @@ def test_all_at_once_for_a_minute_of_starts(start, attack):
 
 
 def test_jax_s_coordinator_is_closed_to_other_users_of_the_host(start):
-  if os.geteuid():
-    pytest.skip("only root can become another user")
+  needs_root()
   run = job("unix")
   both = [start(r, 2, run, stay=3) for r in (0, 1)]
   path = json.loads(both[0].stdout.readline())["coordinator"].removeprefix("unix:")

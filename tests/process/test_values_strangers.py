@@ -1,7 +1,6 @@
 """Programs of another user cannot read or change what processes decide together."""
 
 import json
-import os
 import sys
 import threading
 
@@ -10,9 +9,10 @@ import pytest
 from support import strangers
 from support.commands import own_lines
 from support.processes import killed_at_end, listening, start_group
+from support.two_users import needs_root
 
 attack = pytest.fixture(strangers.starter)
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+root = pytest.fixture(needs_root, autouse=True)
 MARK = "words-of-the-run"
 
 DECIDE = f"""

@@ -18,6 +18,12 @@ VICTIM, ATTACKER = 1001, 1002
 _BECOME = Path(__file__).with_name("become.py")
 
 
+def needs_root() -> None:
+  """Skip a test whose files or processes belong to another user."""
+  if os.geteuid():
+    pytest.skip("only root can act as another user")
+
+
 class Users:
   """Folder of both users, and what each of them does.
 
@@ -79,8 +85,7 @@ _NAMES = {"victim": VICTIM, "attacker": ATTACKER}
 @pytest.fixture
 def users():
   """Yield `Users`; their folder is outside of pytest's, which only root can enter."""
-  if os.geteuid():
-    pytest.skip("only root can act as two users")
+  needs_root()
   folder = Path(tempfile.mkdtemp(prefix="jaxscale-users-")).resolve()
   folder.chmod(0o755)
   try:

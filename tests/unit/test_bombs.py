@@ -32,6 +32,7 @@ from support import fuzzing
 from support.errors import config_error
 from support.odd_images import NOISE, with_scans
 from support.sources import ROWS, zarr_array
+from support.two_users import needs_root
 
 limits = pytest.fixture(fuzzing.limits, autouse=True)  # 256 MB each
 HOLE = 1 << 40
@@ -46,14 +47,26 @@ def hole(path, content=b""):
 # Pictures
 
 
+def tiff(tags, content, count=1):
+  """Return a grey TIFF whose `count` tiles, of 259 "compression", are all the same bytes."""
+  tags = {258: 8, 262: 1, 277: 1, **tags}
+  start = 10 + 12 * (len(tags) + 2) + 4
+  parts = {324: [start + 8 * count] * count, 325: [len(content)] * count}
+  places = {324: start, 325: start + 4 * count}
+  if count == 1:
+    tags |= {324: start + 8, 325: len(content)}
+  entries = [(tag, 1, x) for tag, x in tags.items()]
+  if count > 1:
+    entries += [(tag, count, places[tag]) for tag in parts]
+  head = b"".join(struct.pack("<HHII", tag, 4, n, x) for tag, n, x in sorted(entries))
+  numbers = struct.pack(f"<{2 * count}I", *parts[324], *parts[325])
+  return b"II*\0" + struct.pack("<IH", 8, len(entries)) + head + bytes(4) + numbers + content
+
+
 def tiled_tiff(width, bits=8):
   """Return a TIFF of 16 x 16 pixels with one tile of width x width."""
-  content = zlib.compress(bytes(100))
-  tags = {256: 16, 257: 16, 258: bits, 259: 8, 262: 1, 277: 1, 322: width, 323: width}
-  start = 10 + 12 * (len(tags) + 2) + 4
-  tags |= {324: start, 325: len(content)}
-  entries = b"".join(struct.pack("<HHII", tag, 4, 1, x) for tag, x in sorted(tags.items()))
-  return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + content
+  tags = {256: 16, 257: 16, 258: bits, 259: 8, 322: width, 323: width}
+  return tiff(tags, zlib.compress(bytes(100)))
 
 
 def webp(width, height):
@@ -97,6 +110,35 @@ def test_scans_count_by_the_pixels_that_each_passes(has_simplejpeg, monkeypatch)
   jpeg.decode(with_scans(30), 3)
   with pytest.raises(ValueError, match="64 x 48 pixels and 40 scans, which is too slow"):
     jpeg.decode(with_scans(30), 3, max_pixels=2 * 64 * 48 - 1)
+
+
+def grey_jpeg(size, scans):
+  """Return a progressive JPEG of size x size whose last scan is repeated."""
+  Image.new("L", (size, size), 99).save(out := io.BytesIO(), "JPEG", progressive=True)
+  whole = out.getvalue()
+  last = whole[whole.rindex(b"\xff\xda") : -2]
+  return whole[:-2] + last * (scans - whole.count(b"\xff\xda")) + whole[-2:]
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_scans_of_jpegs_in_a_tiff_count_as_those_of_a_file(count):
+  """95 scans of 7,000 x 7,000 pixels took 2.2 s. Nine tiles may be the same bytes."""
+  side = 96 if count == 1 else 32
+  tags = {256: 96, 257: 96, 259: 7, 322: side, 323: side}
+  data = tiff(tags, grey_jpeg(side, 40), count)
+  pixels, _ = jpeg.decode(data, 1, max_pixels=2 * 96 * 96)
+  assert pixels.shape == (96, 96, 1) and (pixels == 99).all()
+  with pytest.raises(
+    ValueError, match=f"a JPEG of {40 * count} scans in a TIFF, which is too slow"
+  ):
+    jpeg.decode(data, 1, max_pixels=2 * 96 * 96 - 1)
+
+
+def test_many_strips_of_a_scan_each_are_one_scan():
+  picture = Image.fromarray(np.resize(NOISE, (160, 160, 3)))
+  picture.save(out := io.BytesIO(), "TIFF", compression="jpeg", tiffinfo={278: 16})
+  assert out.getvalue().count(b"\xff\xda") >= 10
+  assert jpeg.decode(out.getvalue(), 3, max_pixels=160 * 160)[1] == "TIFF"
 
 
 def test_pixels_of_16_bits_take_little_more_than_their_levels():
@@ -259,8 +301,7 @@ def test_an_array_larger_than_its_checkpoint_is_not_read(checkpoint):
 def test_a_compressed_array_of_another_user_is_not_unpacked(checkpoint):
   path, replace = checkpoint
   replace([64, 4], {"id": "zlib", "level": 1}, 1.0)
-  if os.geteuid():
-    pytest.skip("only root can give a folder to another user")
+  needs_root()
   with pytest.raises(DamagedError, match="checksum"):  # in one's own folder it is read
     checkpoint_files.leaf_reader(path)("params/w")
   os.chown(path / "state", 12345, -1)

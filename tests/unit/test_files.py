@@ -27,7 +27,7 @@ from jaxscale.run.workdir import claim_workdir
 from jaxscale.weights.safetensors import read_index, write
 from support.errors import config_error
 from support.images import write_tfrecord
-from support.two_users import give_away
+from support.two_users import give_away, needs_root
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def cached(tmp_path):
   return stream.packed("t", [[b"abc"]], byte_tokenizer(), ("x",), str(tmp_path))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_cache_of_tokens_is_shared_by_a_group(tmp_path, umask, monkeypatch, capsys):
+  needs_root()
   umask(0o002)
   folder = tmp_path / "cache"
   folder.mkdir(mode=0o775)

@@ -11,6 +11,7 @@ from jaxscale.cluster import Timeouts, host_collectives, pod_secret, secret, ses
 from jaxscale.cluster.group import PeerError
 from jaxscale.cluster.launch import Launch
 from jaxscale.errors import ConfigError
+from support.two_users import needs_root
 
 COUNT = 3
 
@@ -99,8 +100,8 @@ REPLACED = {
 
 @pytest.mark.parametrize("how", REPLACED)
 def test_a_file_that_another_user_has_replaced_is_never_believed(agree, monkeypatch, how):
-  if how == "another user's" and os.geteuid():
-    pytest.skip("only root can give a file away")
+  if how == "another user's":
+    needs_root()
   create = pod_secret._create
 
   def replaced(workdir):

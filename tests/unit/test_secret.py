@@ -18,6 +18,7 @@ from jaxscale.cluster.wire import MAX_BYTES
 from jaxscale.errors import ConfigError
 from support.errors import config_error
 from support.rendezvous import link_to
+from support.two_users import needs_root
 
 KEY = secret.run_key(b"s" * 32, "job")
 
@@ -54,8 +55,7 @@ def test_processes_that_start_together_make_one(home):
 
 
 def another_s(path):
-  if os.geteuid():
-    pytest.skip("only root can give a file away")
+  needs_root()
   os.chown(path, 65534, 65534)
 
 
