@@ -4,7 +4,9 @@
 
 Sweeps the learning rate of AdamW in factors of 2 on the text that the package carries: at width
 32, depth 2 and batch 16, and at width 256, depth 4 and batch 256 with the standard
-parametrization and with CompleteP, whose base model is the small one. Every run takes the same
+parametrization and with CompleteP, whose base model is the small one. Initial matrices have the
+standard deviation 1 / sqrt(width); with the default of 0.02, which suits widths of a thousand, the
+small model would learn at first as if it had no layers. Every run takes the same
 examples of 16 bytes: 10,240 (640 and 40 steps) without an argument, and 38,400 (2,400 and 150
 steps) in the long form, in which a run of the large model takes two minutes on an idle core.
 Rates are those at batch 16; at batch 256 they are multiplied by 4 (the square-root rule,
@@ -39,7 +41,7 @@ ROOT = Path(__file__).absolute().parent.parent
 SEEDS, EXAMPLES = [*map(int, sys.argv[1:]), *(1, 10_240)[len(sys.argv) - 1 :]]
 FIRST = range(-9, -4)  # rates 2^-9 to 2^-5
 SMALL: Any = {"width": 32, "num_layers": 2, "hidden": 64, "num_heads": 4}
-LARGE = {"width": 256, "num_layers": 4, "hidden": 512, "num_heads": 4}
+LARGE: Any = {"width": 256, "num_layers": 4, "hidden": 512, "num_heads": 4}
 SWEEPS: dict[str, Any] = {
   "small": ("width 32, depth 2, batch 16", SMALL, 16, Standard()),
   "standard": ("width 256, depth 4, batch 256, standard", LARGE, 256, Standard()),
@@ -51,8 +53,9 @@ def config(sweep: str, power: int, seed: int) -> Config:
   """Return the config of a run."""
   _, sizes, batch, parametrization = SWEEPS[sweep]
   steps = EXAMPLES // batch
+  base = getattr(parametrization, "base", sizes)
   return Config(
-    model=Transformer(**sizes, pad_vocab_to=1),
+    model=Transformer(**sizes, pad_vocab_to=1, init_std=base["width"] ** -0.5),
     data=Text(sequence_length=16),
     optimizer=AdamW(lr=2.0**power, b2=0.95, weight_decay=0.1),
     schedule=Cosine(warmup_steps=steps // 10),

@@ -27,10 +27,6 @@ from jaxscale.models.norms import rms_norm
 from jaxscale.models.sizes import transformer_heads
 from jaxscale.models.stack import Ops, Stack, at_least_float32, rejoin, split_of_last, sum_totals
 
-# Standard deviation of initial matrices and the table, from GPT-2's published code; the
-# same in Megatron-LM (arXiv:1909.08053, §4.1).
-INIT_STD = 0.02
-
 # Sharding rules: path pattern and mesh axis of each dim, or a function that returns the axes
 # (parallel/rules.py).
 SHARDING = (
@@ -60,6 +56,7 @@ def make_transformer(
   qkv_bias: bool = False,
   pad_vocab_to: int = 128,
   tied: bool = False,
+  init_std: float = 0.02,
   label_smoothing: float = 0.0,
   dtype: Any = jnp.float32,
 ) -> Stack:
@@ -88,6 +85,8 @@ def make_transformer(
       (arXiv:1909.08053, §3), so that every layout can split them evenly. Padding rows
       stay 0.
     tied: use the table, transposed, as the kernel of the head.
+    init_std: standard deviation of initial matrices and the table. 0.02 is from GPT-2's
+      published code; the same in Megatron-LM (arXiv:1909.08053, §4.1).
     label_smoothing: share of the target that is spread over the vocabulary
       (arXiv:1512.00567, section 7; 0.1 in arXiv:1706.03762, section 5.4); use 0 for
       evaluation. The exponential of a smoothed loss is not a perplexity.
@@ -133,7 +132,7 @@ def make_transformer(
   def init(key):
     more, normed = -vocab_size % pad_vocab_to, each if qk_norm else None
     sizes = width, num_heads * each, groups * each, hidden
-    params = _init(key, num_layers, vocab_size, more, *sizes, normed)
+    params = _init(key, init_std, num_layers, vocab_size, more, *sizes, normed)
     for name in "qkv" if qkv_bias else "":
       kernel = params["layers"][name]["kernel"]
       params["layers"][name]["bias"] = jnp.zeros_like(kernel, shape=kernel[:, 0].shape)
@@ -173,7 +172,7 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
   return (jax.nn.silu(at_least_float32(gate)) * at_least_float32(up)).astype(gate.dtype)
 
 
-def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):
+def _init(key, init_std, num_layers, vocab_size, more, width, queries, keys, hidden, qk_norm):
   """Initialise parameters from normal distributions.
 
   Matrices at the end of a branch, of which there are two per layer, are scaled by
@@ -181,9 +180,9 @@ def _init(key, num_layers, vocab_size, more, width, queries, keys, hidden, qk_no
   Radford et al. 2019, §2.3).
   """
   embed_key, layers_key, head_key = jax.random.split(key, 3)
-  into = INIT_STD / math.sqrt(2 * num_layers)
+  into = init_std / math.sqrt(2 * num_layers)
 
-  def normal(key, shape, std=INIT_STD):
+  def normal(key, shape, std=init_std):
     return std * jax.random.normal(key, shape, jnp.float32)
 
   ones = {"scale": jnp.ones(width, jnp.float32)}

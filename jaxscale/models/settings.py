@@ -213,6 +213,9 @@ class Transformer(Model):
       parameter shapes do not depend on the layout; 1 adds no padding.
     tied: whether the output layer uses the embedding table (tie_word_embeddings in Hugging
       Face) instead of a matrix of its own.
+    init_std: the standard deviation of initial kernels and tables (initializer_range in Hugging
+      Face), which suits widths of about a thousand; narrow models learn faster with about
+      1 / sqrt(width). That of kernels at the end of a branch is divided by sqrt(2 * num_layers).
   """
 
   num_layers: Count = 4
@@ -231,6 +234,7 @@ class Transformer(Model):
   qkv_bias: bool = False
   pad_vocab_to: Count = 128
   tied: bool = False
+  init_std: Positive = 0.02
 
   def __post_init__(self):
     sizes.transformer_heads(self.width, self.num_heads, self.num_kv_heads, self.head_width)

@@ -189,15 +189,17 @@ def test_padding_of_the_vocabulary_changes_nothing():
 
 
 @pytest.mark.slow
-def test_initial_parameters_are_of_the_published_scale():
+@pytest.mark.parametrize("options", [{}, {"init_std": 0.1}], ids=str)
+def test_initial_parameters_are_of_the_published_scale(options):
   sizes = SIZES | {"num_layers": 8, "width": 192, "hidden": 300}
-  p = make_transformer(**sizes).init(jax.random.key(0))
-  into = 0.02 / np.sqrt(16)  # two branches per layer
-  for name, std in {"q": 0.02, "gate": 0.02, "o": into, "down": into}.items():
+  p = make_transformer(**sizes, **options).init(jax.random.key(0))
+  std = options.get("init_std", 0.02)
+  into = std / np.sqrt(16)  # two branches per layer
+  for name, expected in {"q": std, "gate": std, "o": into, "down": into}.items():
     kernels = p["layers"][name]["kernel"]
-    np.testing.assert_allclose(kernels.std(), std, rtol=0.02)
+    np.testing.assert_allclose(kernels.std(), expected, rtol=0.02)
     assert len({float(kernel[0, 0]) for kernel in kernels}) == 8  # all of their own
-  np.testing.assert_allclose(p["head"]["kernel"][:, :40].std(), 0.02, rtol=0.05)
+  np.testing.assert_allclose(p["head"]["kernel"][:, :40].std(), std, rtol=0.05)
   assert np.all(p["layers"]["attn_norm"]["scale"] == 1)
 
 
