@@ -103,6 +103,7 @@ PICTURES = {
   "PPM": lambda: picture("PPM"),
   "TIFF": lambda: picture("TIFF"),
   "deflated TIFF": lambda: picture("TIFF", compression="tiff_deflate"),
+  "JPEG in a TIFF": lambda: picture("TIFF", compression="jpeg"),
   "float TIFF": lambda: deep(".tif", np.float32),
 }
 
