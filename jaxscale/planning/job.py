@@ -191,7 +191,7 @@ def savings(
   for step in steps if by_size else ():
     sized = {b: step_on(step.devices, step.rows * b // step.batch_size) for b in by_size}
     took: _Seconds = {c: sum(n * sized[b].seconds[c] for b, n in by_size.items()) for c in CORNERS}
-    constant = math.ceil(sum(b * n for b, n in by_size.items()) / step.batch_size)
+    constant = math.ceil(experiment.config.epochs * experiment.derived.num_train / step.batch_size)
     whole = constant * step.seconds["expected"]
     saved.append(Saving(step.devices, step.nodes, by_size, constant, took, whole))
   return tuple(saved)

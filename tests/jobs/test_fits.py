@@ -176,6 +176,7 @@ def test_the_savings_of_a_growing_batch(rule, monkeypatch):
   page = plan_report.text(plan)
   assert GROWING[rule] in page
   assert ("if ByBranch lets it grow whenever it decides" in page) == (rule == "ByBranch")
+  assert plan.growth[0].constant_steps == 809  # what the run itself would take
   assert [s.devices for s in plan.growth] == [8, 4]  # the requested devices come first
   assert all(s.seconds["expected"] < s.constant_seconds for s in plan.growth)
   # The time that a job requests must be enough if the rule never lets the batch grow.
