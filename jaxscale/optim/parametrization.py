@@ -21,10 +21,11 @@ multiplies for AdamW
 
 where "in a layer" are the vectors of a stack, with m their own growth, and queries have a further
 multiplier sqrt(base width / width) of a head, which makes the scale of attention 1 / width
-(arXiv:2203.03466, definition 4.1). SGD's rates are multiplied by the growth of `out`, over m if
-hidden, and by m for outputs (as in `MuSGD` of the package mup); decay times rate stays constant.
-Muon's updates are scaled to have the spectral norm sqrt(out / in) of arXiv:2310.17813, condition
-1, up to a constant.
+(arXiv:2203.03466, definition 4.1). The authors' code (EleutherAI/nanoGPT-mup, branch completep)
+multiplies the eps of all parameters by that of a hidden one. SGD's rates are multiplied by the
+growth of `out`, over m if hidden, and by m for outputs (as in `MuSGD` of the package mup); decay
+times rate stays constant. Muon's updates are scaled to have the spectral norm sqrt(out / in) of
+arXiv:2310.17813, condition 1, up to a constant.
 
 No multiplier is computed in the forward pass. With a multiplier c, w = c v is stored instead of
 v: its initial values, gradients and updates are those of v times c, 1 / c and c. Exported weights
