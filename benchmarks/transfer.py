@@ -1,4 +1,4 @@
-"""Learning rates that transfer: the sweeps and the picture of docs/large_batch.md.
+"""Learning rates that transfer: the sweeps and the picture of docs/howto/transfer.md.
 
     python benchmarks/transfer.py [SEEDS [EXAMPLES]]
 
@@ -6,14 +6,13 @@ Sweeps the learning rate of AdamW in factors of 2 on the text that the package c
 32, depth 2 and batch 16, and at width 256, depth 4 and batch 256 with the standard
 parametrization and with CompleteP, whose base model is the small one. Initial matrices have the
 standard deviation 1 / sqrt(width); with the default of 0.02, which suits widths of a thousand, the
-small model would learn at first as if it had no layers. Every run takes the same
-examples of 16 bytes: 10,240 (640 and 40 steps) without an argument, and 38,400 (2,400 and 150
-steps) in the long form, in which a run of the large model takes two minutes on an idle core.
-Rates are those at batch 16; at batch 256 they are multiplied by 4 (the square-root rule,
-arXiv:2205.10287). A sweep begins with five rates and continues in the direction of its best one
-until that is inside, with at most nine. Results are kept in runs/transfer/, and runs that are
-done are not repeated. A run that diverged has no loss. Writes benchmarks/results/transfer.json
-and docs/transfer.png.
+small model would learn at first as if it had no layers. Every run takes the same examples of 16
+bytes: 10,240 (640 and 40 steps) without an argument, and 38,400 (2,400 and 150 steps) in the long
+form, in which a run of the large model takes two minutes on an idle core. Rates are those at batch
+16; at batch 256 they are multiplied by 4 (the square-root rule, arXiv:2205.10287). A sweep begins
+with five rates and continues in the direction of its best one until that is inside, with at most
+nine. Results are kept in runs/transfer/, and runs that are done are not repeated. A run that
+diverged has no loss. Writes benchmarks/results/transfer.json and docs/transfer.png.
 """
 
 from __future__ import annotations

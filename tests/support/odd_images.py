@@ -32,9 +32,9 @@ def of_size(height, width, **options):
   return bytes(found)
 
 
-def with_scans(count):
-  """Return a progressive JPEG whose last scan is repeated."""
-  whole = of_size(48, 64, progressive=True)
+def with_scans(count, whole=None):
+  """Return a progressive JPEG, by default of 64 x 48 pixels, whose last scan is repeated."""
+  whole = whole or of_size(48, 64, progressive=True)
   last = whole[whole.rindex(b"\xff\xda") : -2]
   return whole[:-2] + last * count + whole[-2:]
 

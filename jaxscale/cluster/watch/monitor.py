@@ -163,7 +163,7 @@ class Monitor:
     must get time to send again before they are checked.
     """
     now, before = time.monotonic(), self._awake_at
-    self._awake_at = now  # of the last call of `_awake`
+    self._awake_at = now
     if now - before > self._timeouts.heartbeat_timeout_s / 2:
       self._stood_still_s = now - before
       self._checked = now + self._timeouts.heartbeat_timeout_s / 2
