@@ -165,4 +165,6 @@ def with_gathered_params(function: Any, gathers: Any) -> Any:
   def on_shards(params: Any, *args: Any):
     return function(gather_params(params, gathers), *args)
 
+  if not any(how.is_sharded for how in jax.tree.leaves(gathers)):
+    return on_shards  # XLA does not optimize convolutions in jax.checkpoint for CPUs.
   return jax.checkpoint(on_shards, policy=save_all_but_gathered)

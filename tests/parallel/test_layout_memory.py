@@ -29,7 +29,7 @@ from jaxscale.parallel.rules import Rule
 from jaxscale.training import replica_check
 from jaxscale.training.state import abstract_state, make_init
 from jaxscale.training.step import make_eval_step, make_train_step
-from support.configs import tiny_language
+from support.configs import small_config, tiny_language
 from support.errors import config_error
 from support.stacks import run_stack
 from support.steps import on_mesh
@@ -262,3 +262,12 @@ def test_a_device_that_has_no_memory_of_the_host_is_refused():
     with config_error(match="needs memory of the kind 'pinned_host'"):
       layout_parts.check_memory(config(**options), device)
   layout_parts.check_memory(config(remat="full"), device)
+
+
+@pytest.mark.parametrize("shard, recomputes", [("zero1", False), ("zero2", False), ("fsdp", True)])
+def test_only_gathered_parameters_make_a_model_a_remat(shard, recomputes):
+  """XLA's CPU compiler does not optimize the convolutions of a remat."""
+  layout = {"mesh": cfg.Mesh(fsdp=8), "layout": cfg.Layout(shard=shard)}
+  config = small_config(model=cfg.CNN(features=(4,)), optimizer=cfg.SOAP(lr=0.1), **layout)
+  lowered = build.experiment(config).lower_train_step()
+  assert ("/checkpoint/" in lowered.as_text(debug_info=True)) == recomputes
