@@ -78,7 +78,7 @@ class SlurmCluster:
 
   def __init__(self, nodes: int = 4, cpus: int = 2, *, extra: str = ""):
     self.nodes = [f"n{i}" for i in range(1, nodes + 1)]
-    self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    self.folder = Path()
     self._settings = cpus, extra
     self.net = hosts.new_net()
     self._port = 0
@@ -86,24 +86,17 @@ class SlurmCluster:
     self._keeper: subprocess.Popen[str] | None = None
 
   def __enter__(self) -> SlurmCluster:
-    try:
-      for _ in range(3):
-        self._configure()
-        self._keeper = hosts.start_keeper(self.folder, "login")
-        self.start_controller("-c")
-        for node in self.nodes:
-          self.start_node(node)
-        if self._wait_until_idle(20):
+    logs = ""
+    for _ in range(3):
+      with contextlib.ExitStack() as undo:
+        undo.callback(self.__exit__)
+        if self._start():
+          undo.pop_all()
           return self
-        if "Address already in use" not in self.logs():  # taken since we looked
-          break
-        for daemon in self._daemons.values():
-          daemon.kill()
-        hosts.kill(self.folder)
-      raise TimeoutError(f"no Slurm:\n{self.logs()}")
-    except BaseException:
-      self.__exit__()
-      raise
+        logs = self.logs()
+      if "Address already in use" not in logs:  # taken since we looked
+        break
+    raise TimeoutError(f"no Slurm:\n{logs}")
 
   def __exit__(self, *_: object) -> None:
     for daemon in self._daemons.values():
@@ -112,6 +105,17 @@ class SlurmCluster:
       hosts.stop_keeper(self._keeper, self.folder)
     for daemon in self._daemons.values():
       daemon.wait(300)
+    self._daemons, self._keeper = {}, None
+
+  def _start(self) -> bool:
+    """Start the hosts and daemons, in a folder of their own; return whether all answer."""
+    self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    self._configure()
+    self._keeper = hosts.start_keeper(self.folder, "login")
+    self.start_controller("-c")
+    for node in self.nodes:
+      self.start_node(node)
+    return self._wait_until_idle(20)
 
   def _configure(self) -> None:
     """Write the configuration for ports that are free now."""
