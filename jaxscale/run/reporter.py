@@ -96,7 +96,8 @@ class Reporter:
       why = f": {rule.why}" if rule is not None and rule.decide is None else ""
       before, now = (build.rate_at(experiment, phase.start - n) for n in (1, 0))
       rates = f"(lr from {before:.4g} to {now:.4g}, follow={follow or 'neutral'})"
-      logger.info(f"step {step}  batch size is now {phase.batch_size:,}{size} {rates}{why}")
+      text = f"{phase.batch_size:,}{size} {rates}; {total:,} steps in all{why}"
+      logger.info(f"step {step}  batch size is now {text}")
       # The first step of the new size: a resumed run does not write its first step's line again.
       self.write(phase.start + 1, "growth", {"batch_size": float(phase.batch_size)})
     for note in notes:

@@ -179,10 +179,10 @@ class ByNoiseScale(_Measured):
     _, low, high = point.noise_scale
     low, high, bound = low or 0.0, math.inf if high is None else high, self.ratio * point.larger
     values = {"noise_scale_low": low, "noise_scale_high": high, "bound": bound}
-    within = f"the noise scale is {low:,.4g} to {high:,.4g} examples (95 %)"
-    within = within if low or high < math.inf else "the noise scale is not measured yet"
-    why = "surely below" if high < bound else "surely above" if low >= bound else "not surely above"
-    return low >= bound, f"{within}, {why} {bound:,.4g}", values
+    within = f"above {low:,.4g}" if high == math.inf else f"{low:,.4g} to {high:,.4g}"
+    within = f"{within} examples (95 %)" if low or high < math.inf else "not measured yet"
+    need = f"its lower end {'is' if low >= bound else 'must be'} at least {bound:,.4g}"
+    return low >= bound, f"the noise scale is {within}; {need}", values
 
 
 class ByBranch(_Measured):
@@ -208,10 +208,10 @@ class ByBranch(_Measured):
     loss, larger, off, error = found
     bound = self.margin * abs(loss)
     grows = off + error <= bound
-    side = "within" if grows else "above" if off - error > bound else "perhaps above"
+    side = "at most" if grows else "above" if off - error > bound else "perhaps above"
     why = (
-      f"branches on the same {self.steps * point.larger:,} examples end at loss {larger:.4f} with "
-      f"{point.larger:,} and {loss:.4f} with {point.batch_size:,}; the difference {off:.4f} ± "
-      f"{error:.4f} is {side} the margin of {bound:.4f}"
+      f"copies trained on the same {self.steps * point.larger:,} examples end at loss {larger:.4f} "
+      f"with {point.larger:,} and {loss:.4f} with {point.batch_size:,}; {off:+.4f} ± {error:.4f} "
+      f"(standard error) is {side} the allowed {bound:+.4f}"
     )
-    return grows, why, found._asdict()
+    return grows, why, found._asdict() | {"margin": bound}

@@ -103,7 +103,8 @@ def describe_text(experiment: build.Experiment, workdir: Path) -> str:
   if len(phases) > 1:
     parts = [f"steps {p.start + 1:,} to {p.stop:,}: batch {p.batch_size:,}" for p in phases]
     sizes = [f", images of {p.image_size}" * bool(p.image_size) for p in phases]
-    sizes[-1] += " or as the run decides" * (not phases[-1].is_decided)
+    rule = type(getattr(experiment.config.phases, "when", experiment.config.phases)).__name__
+    sizes[-1] += f" or as {rule} decides" * (not phases[-1].is_decided)
     lines += _wrapped(f"phases: {'; '.join(map(str.__add__, parts, sizes))}")
   if text := derive.device_summary(experiment.config, derived):
     lines.append(text)

@@ -47,9 +47,12 @@ def test_seesaw_is_the_run_of_its_phases_bit_for_bit(tmp_path, capsys):
   fixed = run(tmp_path / "b", QUICK | explicit | {"phases.epochs": str(epochs)})
   assert [p["start"] for p in phases] == json.loads(starts.replace("(", "[").replace(")", "]"))
   assert_same_bits(grown.state, fixed.state)
-  why = ", follow=sqrt): the schedule has divided its learning rate by phases.factor again"
+  total = described["derived"]["total_steps"]
+  why = "the schedule has divided its learning rate by phases.factor again"
   lines = [line for line in printed.splitlines() if "batch size is now" in line]
-  assert len(lines) == 2 and all(line.endswith(why) for line in lines)
+  assert len(lines) == 2 and all(
+    line.endswith(f"follow=sqrt); {total} steps in all: {why}") for line in lines
+  )
   assert lines[0].startswith(f"step {phases[1]['start']}  batch size is now 128 (lr from 0.0")
 
 
@@ -157,9 +160,9 @@ def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
     )
     side = "above" if off - error > 0 else "perhaps above"
     assert line == (
-      f"step {event['step'] - 1}  batch size stays 64: branches on the same 512 examples end at "
-      f"loss {larger:.4f} with 128 and {loss:.4f} with 64; the difference {off:.4f} ± {error:.4f} "
-      f"is {side} the margin of 0.0000"
+      f"step {event['step'] - 1}  batch size stays 64: copies trained on the same 512 examples "
+      f"end at loss {larger:.4f} with 128 and {loss:.4f} with 64; {off:+.4f} ± {error:.4f} "
+      f"(standard error) is {side} the allowed +0.0000"
     )
   assert json.loads((tmp_path / "batch_sizes.json").read_text()) == [64, 64, 64]
 

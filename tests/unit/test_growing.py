@@ -129,12 +129,12 @@ def point(**more):
 
 
 NOISE = {
-  (200.0, 150.0, 300.0): (True, "150 to 300 examples (95 %), surely above 128"),
-  (None, 150.0, None): (True, "150 to inf examples (95 %), surely above 128"),
-  (200.0, 100.0, 300.0): (False, "100 to 300 examples (95 %), not surely above 128"),
-  (None, 3.0, None): (False, "3 to inf examples (95 %), not surely above 128"),
-  (50.0, 30.0, 90.0): (False, "30 to 90 examples (95 %), surely below 128"),
-  (None, None, None): (False, "not measured yet, not surely above 128"),
+  (200.0, 150.0, 300.0): (True, "150 to 300 examples (95 %); its lower end is at least 128"),
+  (None, 150.0, None): (True, "above 150 examples (95 %); its lower end is at least 128"),
+  (200.0, 100.0, 300.0): (False, "100 to 300 examples (95 %); its lower end must be at least 128"),
+  (None, 3.0, None): (False, "above 3 examples (95 %); its lower end must be at least 128"),
+  (50.0, 30.0, 90.0): (False, "30 to 90 examples (95 %); its lower end must be at least 128"),
+  (None, None, None): (False, "not measured yet; its lower end must be at least 128"),
 }
 
 
@@ -156,16 +156,16 @@ def test_a_branch_decides_with_its_standard_error():
   grows, why, values = rule.decide(point(branch=lambda n: np.stack([small, small + off])))
   assert grows and values["larger_loss"] == pytest.approx((small + off)[10:].mean())
   assert why == (
-    f"branches on the same 2,560 examples end at loss {found.larger_loss:.4f} with 128 and "
-    f"{found.loss:.4f} with 64; the difference {found.difference:.4f} ± {found.error:.4f} is "
-    f"within the margin of {0.01 * found.loss:.4f}"
+    f"copies trained on the same 2,560 examples end at loss {found.larger_loss:.4f} with 128 and "
+    f"{found.loss:.4f} with 64; {found.difference:+.4f} ± {found.error:.4f} (standard error) is "
+    f"at most the allowed {0.01 * found.loss:+.4f}"
   )
   # A mean within the margin whose error is not.
   wide = 0.01 * small[10:].mean() - 0.002 + 0.02 * np.array([1, -1] * 10)
   grows, why, _ = rule.decide(point(branch=lambda n: np.stack([small, small + wide])))
-  assert not grows and "is perhaps above the margin" in why
+  assert not grows and "is perhaps above the allowed +" in why
   grows, why, _ = rule.decide(point(branch=lambda n: np.stack([small, small + wide + 0.1])))
-  assert not grows and "is above the margin" in why
+  assert not grows and "is above the allowed +" in why
   grows, _, _ = rule.decide(point(branch=lambda n: np.stack([small, small * np.nan])))
   assert not grows
 
