@@ -1,21 +1,23 @@
 """MuLoCo against data parallelism: loss, bytes, and a slow worker.
 
-    python benchmarks/muloco.py [--seeds 3] [--workers 4,16] [--folder runs/muloco] [--table]
+    python benchmarks/muloco.py [--seeds 3] [--workers 4,16] [--table]
 
 Trains a small language model on the text that the package carries, three epochs at a batch
 size of 64 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo
-(arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit or the 2-bit exchange, on K simulated
-devices of this machine, each a worker; the 2-bit one also in 3 fragments, which workers take over
-a step later (arXiv:2501.18512). The learning rates of both are the best of `RATES` with
-`TUNING_SEED`; at K = 4 for MuLoCo. Bytes are those that a device sends, from the compiled
-programs.
+(arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit or the 2-bit exchange, on K
+simulated devices of this machine, each a worker; the 2-bit one also in 3 fragments, which
+workers take over a step later (arXiv:2501.18512). The learning rates of data parallelism, and of
+the 2-bit one at each K, are the best of `RATES` with `TUNING_SEED`; the others take the latter.
+The outer optimizer is `OUTER`: with the momentum of 0.9 that is common for hundreds of steps
+between synchronizations, a movement that lasts is multiplied by 0.7 / (1 - 0.9) = 7, which is
+too much after 6 or 10 steps. Bytes are those that a device sends, from the compiled programs.
 
 Then two processes train by MuLoCo, on a core each: undisturbed; with one that runs for a
 fifth of the time (stopped and continued by the benchmark); and the same with
 `worker_steps`, so that this one takes a fifth of the steps.
 
-A run that is done is kept in `--folder` and not repeated. `--table` trains nothing, and
-reports what is there.
+A run that is done is a line of benchmarks/results/muloco_runs.jsonl and is not repeated.
+`--table` trains nothing, and reports what is there.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -41,26 +44,26 @@ from common import free_address, report
 
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_DONE, one_line_errors
-from jaxscale.files import replace_text
 
-SIMULATED = "data_parallel", "muloco", "muloco_2bit", "muloco_streamed"
-RATES = (2e-3, 4e-3, 8e-3)
+RATES = (4e-3, 8e-3, 16e-3)
 TUNING_SEED = 100
-EVERY, SLOW_EVERY = 10, 20  # steps between synchronizations
+EVERY = {"muloco": 10, "muloco_2bit": 6, "muloco_streamed": 6}  # steps between synchronizations
+SLOW_EVERY = 20  # the same of the two processes
+OUTER: Any = {"outer_lr": 0.8, "outer_momentum": 0.5}
+RUNS = Path(__file__).parent / "results" / "muloco_runs.jsonl"
 CYCLE_S, SHARE = 0.05, 0.2  # of the slow process: the length of a cycle, and of it running
 TIMEOUT_S = 3600
 
 
 def config(kind: str, workers: int, lr: float, seed: int) -> cfg.Config:
-  """Return the config of a kind of run: one of `SIMULATED`, even or uneven."""
+  """Return the config of a kind of run: "data_parallel", one of `EVERY`, "even" or "uneven"."""
   sync: Any = cfg.EveryStep()
-  if kind.startswith("muloco"):
-    sync = cfg.DiLoCo(sync_every_steps=EVERY)
-    if kind == "muloco_streamed":
-      sync = cfg.DiLoCo(sync_every_steps=EVERY, fragments=3, delay_steps=1)
+  if kind in EVERY:
+    streams: Any = {"fragments": 3, "delay_steps": 1} if kind == "muloco_streamed" else {}
+    sync = cfg.DiLoCo(sync_every_steps=EVERY[kind], **OUTER, **streams)
   elif kind != "data_parallel":
     steps = (SLOW_EVERY, SLOW_EVERY // 5) if kind == "uneven" else ()
-    sync = cfg.DiLoCo(sync_every_steps=SLOW_EVERY, worker_steps=steps)
+    sync = cfg.DiLoCo(sync_every_steps=SLOW_EVERY, worker_steps=steps, **OUTER)
   exchanges = {"data_parallel": cfg.AllReduce()}
   exchanges |= dict.fromkeys(("muloco_2bit", "muloco_streamed"), cfg.TwoBit())
   return cfg.Config(
@@ -133,23 +136,35 @@ def slowed(process: subprocess.Popen | None) -> Iterator[None]:
     thread.join()
 
 
-def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int, slow=False) -> Any:
-  """Return the result of a run, which may be kept; None: it is not, and is not to be trained."""
-  name = f"{kind}{'-slow' * slow}-{workers}-{lr:.4g}-{seed}"
-  kept = args.folder / f"{name}.json"
-  if kept.exists():
-    return json.loads(kept.read_text())
-  if args.table:
-    return None
-  workdir = args.folder / "unfinished" / f"{name}-{os.getpid()}"
-  request = json.dumps([kind, workers, lr, seed, str(workdir)])
-  command = [sys.executable, str(Path(__file__)), "--child", request]
-  if kind in SIMULATED:
-    envs = [{"JAX_NUM_CPU_DEVICES": str(workers)}]
-  else:
-    group = {"JAXSCALE_COORDINATOR": free_address(), "JAXSCALE_NUM_PROCESSES": str(workers)}
-    each = {"JAX_NUM_CPU_DEVICES": "1", **group}
-    envs = [each | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(workers)]
+def read() -> dict[tuple, dict[str, Any]]:
+  """Return the results of the runs that are done, by what identifies them."""
+  lines = RUNS.read_text().splitlines() if RUNS.exists() else []
+  return {tuple(found["run"]): found for found in map(json.loads, lines)}
+
+
+def run(kind: str, workers: int, lr: float, seed: int, slow: bool = False) -> Any:
+  """Return the result of a run, which is trained unless it is done; None: it is not to be."""
+  name = kind, workers, lr, seed, slow
+  if (found := read().get(name)) or "--table" in sys.argv:
+    return found
+  with tempfile.TemporaryDirectory() as folder:
+    request = json.dumps([kind, workers, lr, seed, f"{folder}/run"])
+    command = [sys.executable, str(Path(__file__)), "--child", request]
+    if kind == "data_parallel" or kind in EVERY:
+      envs = [{"JAX_NUM_CPU_DEVICES": str(workers)}]
+    else:
+      group = {"JAXSCALE_COORDINATOR": free_address(), "JAXSCALE_NUM_PROCESSES": str(workers)}
+      each = {"JAX_NUM_CPU_DEVICES": "1", **group}
+      envs = [each | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(workers)]
+    outputs = outputs_of(command, envs, slow)
+  found = {"run": name} | json.loads(outputs[0].splitlines()[-1])
+  with RUNS.open("a") as file:
+    file.write(json.dumps(found) + "\n")
+  return found
+
+
+def outputs_of(command: list[str], envs: list[dict[str, str]], slow: bool) -> list[str]:
+  """Run a command with each environment, on a core each if there are several."""
   processes = []
   try:
     for i, env in enumerate(envs):
@@ -162,15 +177,13 @@ def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int,
     for process in processes:
       process.kill()
   if any(p.returncode for p in processes):
-    raise SystemExit(f"{name}: a process ended with {[p.returncode for p in processes]}")
-  found = outputs[0].splitlines()[-1]
-  replace_text(kept, found)
-  return json.loads(found)
+    raise SystemExit(f"{command[-1]}: a process ended with {[p.returncode for p in processes]}")
+  return outputs
 
 
-def best_rate(args: argparse.Namespace, kind: str) -> tuple[float | None, dict[str, float]]:
-  """Return the rate with the least loss of the tuning seed at K = 4, and all of them."""
-  found = {lr: run(args, kind, 4, lr, TUNING_SEED) for lr in RATES}
+def best_rate(kind: str, workers: int) -> tuple[float | None, dict[str, float]]:
+  """Return the rate with the least loss of the tuning seed, and all of them."""
+  found = {lr: run(kind, workers, lr, TUNING_SEED) for lr in RATES}
   trials = {lr: x["value"] for lr, x in found.items() if x}
   best = min(trials, key=trials.__getitem__) if len(trials) == len(RATES) else None
   return best, {f"{lr:g}": round(v, 4) for lr, v in trials.items()}
@@ -196,29 +209,23 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument("--workers", default="4,16", help="by commas")
-  parser.add_argument("--folder", type=Path, default=Path("runs/muloco"))
   parser.add_argument("--table", action="store_true", help="report what is there, train nothing")
   parser.add_argument("--child", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
     return child(args.child)
-  args.folder.mkdir(parents=True, exist_ok=True)
   rows, trials = [], {}
-  lr = None
-  for kind in SIMULATED:
-    sizes = [4] if kind == "data_parallel" else [*map(int, args.workers.split(","))]
-    if kind in ("data_parallel", "muloco"):  # The others take MuLoCo's rate.
-      lr, trials[kind] = best_rate(args, kind)
-    if lr is None:  # With --table, before all trials are there.
-      continue
-    for workers in sizes:
-      runs = [run(args, kind, workers, lr, seed) for seed in range(args.seeds)]
-      rows.append(row(kind, workers, lr, runs))
-  if lr:
-    pairs = ("even", False), ("even", True), ("uneven", True)
-    for kind, slow in pairs:
+  lr, trials["data_parallel"] = best_rate("data_parallel", 4)
+  for workers in map(int, args.workers.split(",")):
+    best, trials[f"muloco_2bit-{workers}"] = best_rate("muloco_2bit", workers)
+    for kind, rate in (("data_parallel", lr), *((kind, best) for kind in EVERY)):
+      if rate is not None:  # With --table, before all trials are there.
+        runs = [run(kind, workers, rate, seed) for seed in range(args.seeds)]
+        rows.append(row(kind, workers, rate, runs))
+  if lr is not None:
+    for kind, slow in (("even", False), ("even", True), ("uneven", True)):
       label = f"2 processes{', one slow' * slow}{', fewer steps' * (kind == 'uneven')}"
-      rows.append(row(label, 2, lr, [run(args, kind, 2, lr, 0, slow)]))
+      rows.append(row(label, 2, lr, [run(kind, 2, lr, 0, slow)]))
   for r in rows:
     print(f"| {r['run']} | {r['workers']} | {r['bits_per_byte']} | {r['sent_bytes']} | ", end="")
     print(f"{r['training_s']} |")
