@@ -2,8 +2,8 @@
 
     python benchmarks/muloco.py [--seeds 3] [--workers 4,16] [--table]
 
-Trains a small language model on the text that the package carries, three epochs at a batch
-size of 64 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo
+Trains a small language model on the text that the package carries, eight epochs at a batch
+size of 256 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo
 (arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit or the 2-bit exchange, on K
 simulated devices of this machine, each a worker; the 2-bit one also in 3 fragments, which
 workers take over a step later (arXiv:2501.18512). The learning rates of data parallelism, and of
@@ -45,7 +45,7 @@ from common import free_address, report
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_DONE, one_line_errors
 
-RATES = (4e-3, 8e-3, 16e-3)
+RATES = (8e-3, 16e-3, 32e-3, 64e-3)
 TUNING_SEED = 100
 EVERY = {"muloco": 10, "muloco_2bit": 6, "muloco_streamed": 6}  # steps between synchronizations
 SLOW_EVERY = 20  # the same of the two processes
@@ -67,18 +67,18 @@ def config(kind: str, workers: int, lr: float, seed: int) -> cfg.Config:
   exchanges = {"data_parallel": cfg.AllReduce()}
   exchanges |= dict.fromkeys(("muloco_2bit", "muloco_streamed"), cfg.TwoBit())
   return cfg.Config(
-    model=cfg.Transformer(num_layers=2, width=96, num_heads=4, hidden=256),
+    model=cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=192),
     data=cfg.Text(sequence_length=64),
     optimizer=cfg.Muon(lr=lr, b2=0.95, weight_decay=0.1),
     schedule=cfg.Cosine(warmup_epochs=0.3),
     exchange=exchanges.get(kind, cfg.OneBit()),
     sync=sync,
-    batch_size=64,
-    epochs=3,
+    batch_size=256,
+    epochs=8,
     clip_norm=1.0,
     seed=seed,
     mesh=cfg.Mesh(data=workers),
-    evaluation=cfg.Evaluation(every_epochs=3),
+    evaluation=cfg.Evaluation(every_epochs=8),
     checkpoint=cfg.Checkpoint(every_epochs=100, keep_last=1, keep_best=0),
     log=cfg.Log(every_steps=100, tensorboard=False, plot=False),
   )
