@@ -27,8 +27,7 @@ from support.paths import ROOT
 # Those that are traced, and their variants: all files are among them.
 CONFIGS = """
   digits.py text.py vit_fashion_mnist.py fashion_mnist.py fashion_mnist.py:lars
-  large_batch.py large_batch.py:images-sgd-16384 large_batch.py:text-soap-512
-  large_batch.py:images-adamw-256-branches large_batch.py:text-adamw-16-noise
+  fashion_mnist_large_batch.py fashion_mnist_large_batch.py:lamb-16384
   fashion_mnist_exchange.py:one_bit fashion_mnist_exchange.py:block_momentum
   resnet50_imagenet.py resnet50_imagenet.py:256 resnet50_lars.py resnet50_lars.py:2048
   resnet50_lars.py:8192 resnet50_lars.py:32768 resnet50_lars.py:65536
@@ -40,7 +39,7 @@ CONFIGS = """
 """
 # One of most kinds of model, optimizer and exchange; the others are slow.
 QUICK = """
-  digits.py large_batch.py text.py vit_fashion_mnist.py llama_1b.py
+  digits.py fashion_mnist_large_batch.py text.py vit_fashion_mnist.py llama_1b.py
   fashion_mnist_exchange.py:one_bit
 """
 SHAPES = {"fashion_mnist": ((28, 28, 1), 10, 60_000), "imagenet2012": (None, 1000, 1_281_167)}
