@@ -142,10 +142,10 @@ def read() -> dict[tuple, dict[str, Any]]:
   return {tuple(found["run"]): found for found in map(json.loads, lines)}
 
 
-def run(kind: str, workers: int, lr: float, seed: int, slow: bool = False) -> Any:
+def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int, slow=False) -> Any:
   """Return the result of a run, which is trained unless it is done; None: it is not to be."""
   name = kind, workers, lr, seed, slow
-  if (found := read().get(name)) or "--table" in sys.argv:
+  if (found := read().get(name)) or args.table:
     return found
   with tempfile.TemporaryDirectory() as folder:
     request = json.dumps([kind, workers, lr, seed, f"{folder}/run"])
@@ -181,9 +181,11 @@ def outputs_of(command: list[str], envs: list[dict[str, str]], slow: bool) -> li
   return outputs
 
 
-def best_rate(kind: str, workers: int) -> tuple[float | None, dict[str, float]]:
+def best_rate(
+  args: argparse.Namespace, kind: str, workers: int
+) -> tuple[float | None, dict[str, float]]:
   """Return the rate with the least loss of the tuning seed, and all of them."""
-  found = {lr: run(kind, workers, lr, TUNING_SEED) for lr in RATES}
+  found = {lr: run(args, kind, workers, lr, TUNING_SEED) for lr in RATES}
   trials = {lr: x["value"] for lr, x in found.items() if x}
   best = min(trials, key=trials.__getitem__) if len(trials) == len(RATES) else None
   return best, {f"{lr:g}": round(v, 4) for lr, v in trials.items()}
@@ -214,18 +216,19 @@ def main() -> int:
   args = parser.parse_args()
   if args.child:
     return child(args.child)
-  rows, trials = [], {}
-  lr, trials["data_parallel"] = best_rate("data_parallel", 4)
+  rows, trials, rates = [], {}, []
+  lr, trials["data_parallel"] = best_rate(args, "data_parallel", 4)
   for workers in map(int, args.workers.split(",")):
-    best, trials[f"muloco_2bit-{workers}"] = best_rate("muloco_2bit", workers)
+    best, trials[f"muloco_2bit-{workers}"] = best_rate(args, "muloco_2bit", workers)
+    rates.append(best)
     for kind, rate in (("data_parallel", lr), *((kind, best) for kind in EVERY)):
       if rate is not None:  # With --table, before all trials are there.
-        runs = [run(kind, workers, rate, seed) for seed in range(args.seeds)]
+        runs = [run(args, kind, workers, rate, seed) for seed in range(args.seeds)]
         rows.append(row(kind, workers, rate, runs))
-  if lr is not None:
+  if rates[0] is not None:  # Two workers take the rate of the fewest.
     for kind, slow in (("even", False), ("even", True), ("uneven", True)):
       label = f"2 processes{', one slow' * slow}{', fewer steps' * (kind == 'uneven')}"
-      rows.append(row(label, 2, lr, [run(kind, 2, lr, 0, slow)]))
+      rows.append(row(label, 2, rates[0], [run(args, kind, 2, rates[0], 0, slow)]))
   for r in rows:
     print(f"| {r['run']} | {r['workers']} | {r['bits_per_byte']} | {r['sent_bytes']} | ", end="")
     print(f"{r['training_s']} |")

@@ -214,4 +214,4 @@ class ByBranch(_Measured):
       f"with {point.larger:,} and {loss:.4f} with {point.batch_size:,}; {off:+.4f} ± {error:.4f} "
       f"(standard error) is {side} the allowed {bound:+.4f}"
     )
-    return grows, why, found._asdict() | {"margin": bound}
+    return grows, why, found._asdict() | {"bound": bound}

@@ -151,7 +151,9 @@ def test_branches_leave_no_trace_in_a_run(case, tmp_path):
 def test_a_decision_is_one_line_and_an_event(tmp_path, capsys):
   changes = QUICK | BRANCH | {"phases.when.margin": "0"}
   run(tmp_path, changes)
-  lines = [x for x in capsys.readouterr().out.splitlines() if "batch size stays" in x]
+  printed = capsys.readouterr().out
+  assert "batch 64 or as ByBranch decides" in printed
+  lines = [x for x in printed.splitlines() if "batch size stays" in x]
   events = [x for x in metrics.read_metrics(tmp_path / "metrics.jsonl") if "growth/loss" in x]
   assert [x["step"] for x in events] == [24, 46] and len(lines) == 2
   for line, event in zip(lines, events, strict=True):

@@ -155,6 +155,7 @@ def test_a_branch_decides_with_its_standard_error():
   rule = cfg.ByBranch(margin=0.01)
   grows, why, values = rule.decide(point(branch=lambda n: np.stack([small, small + off])))
   assert grows and values["larger_loss"] == pytest.approx((small + off)[10:].mean())
+  assert values["bound"] == pytest.approx(0.01 * small[10:].mean())
   assert why == (
     f"copies trained on the same 2,560 examples end at loss {found.larger_loss:.4f} with 128 and "
     f"{found.loss:.4f} with 64; {found.difference:+.4f} ± {found.error:.4f} (standard error) is "
