@@ -21,7 +21,7 @@ QUICK = settings("""
   checkpoint.every_epochs=1 log.tensorboard=False log.plot=False ema_decay=None batch_size=64
 """)
 TEXT = settings("""
-  model.num_layers=2 model.width=32 model.num_heads=4 model.hidden=64 data.sequence_length=512
+  model.num_layers=2 model.width=32 model.num_heads=4 model.hidden=64 data.sequence_length=64
   batch_size=64 epochs=1 schedule.warmup_epochs=0.1 log.tensorboard=False log.plot=False
 """)
 BRANCH = settings("""

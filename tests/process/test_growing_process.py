@@ -81,7 +81,7 @@ def test_kills_around_a_growth_leave_no_trace(tmp_path):
     kill(workdir, at)
   printed = trained(workdir, *ARGS)
   (line,) = (x for x in printed.splitlines() if x.startswith("step 34  batch size grows"))
-  assert "from 128 to 256" in line and "branches on the same 1,024 examples" in line
+  assert "from 128 to 256" in line and "copies trained on the same 1,024 examples" in line
   chosen = [json.loads((w / "batch_sizes.json").read_text()) for w in (workdir, whole)]
   assert chosen == [[64, 128, 256]] * 2
   assert_same_bits(final_state(workdir), final_state(whole))
