@@ -22,7 +22,7 @@ QUICK = settings("""
 """)
 TEXT = settings("""
   model.num_layers=2 model.width=32 model.num_heads=4 model.hidden=64 data.sequence_length=64
-  batch_size=64 epochs=1 schedule.warmup_epochs=0.1 log.tensorboard=False log.plot=False
+  batch_size=64 epochs=0.5 schedule.warmup_epochs=0.1 log.tensorboard=False log.plot=False
 """)
 BRANCH = settings("""
   phases=Growing phases.when=ByBranch phases.when.margin=9 phases.when.steps=4
@@ -127,9 +127,9 @@ CASES = {
     (0, 1, 2),
   ),
   "fsdp": (
-    TEXT | settings("mesh.data=1 mesh.fsdp=8 layout.shard=fsdp phases.when.every_epochs=0.4"),
+    TEXT | settings("mesh.data=1 mesh.fsdp=8 layout.shard=fsdp phases.when.every_epochs=0.2"),
     "configs/text.py",
-    (0, 0.4, 0.8),
+    (0, 0.2, 0.4),
   ),
 }
 
