@@ -9,6 +9,9 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, str | int]:
@@ -57,11 +60,23 @@ def report(
   }
   text = json.dumps(line)
   if keep:
-    folder = folder or Path(__file__).parent / "results"
+    folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(text + "\n")
   if show:
     print(text)
+
+
+def runs_done(name: str) -> list[dict[str, Any]]:
+  """Return the runs of a benchmark that `keep_run` has kept, in their order."""
+  path = RESULTS / f"{name}_runs.jsonl"
+  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def keep_run(name: str, row: dict[str, Any]) -> None:
+  """Append a run to benchmarks/results/NAME_runs.jsonl, so that it is not repeated."""
+  with (RESULTS / f"{name}_runs.jsonl").open("a") as file:
+    file.write(json.dumps(row) + "\n")
 
 
 def free_address() -> str:

@@ -1,104 +1,313 @@
-"""SGD, LARS and LAMB on Fashion-MNIST at large batch: the table of docs/large_batch.md.
+"""Six optimizers at small and large batches: the tables and the picture of docs/large_batch.md.
 
-    python benchmarks/large_batch.py [SEEDS]            (after `make fashion_mnist`)
+    python benchmarks/large_batch.py [--jobs 2] [--only images-sgd,text-muon] [--table]
 
-Trains every name of configs/fashion_mnist_large_batch.py with seeds 0, 1, ...
-(default 3) for the same epochs, in runs/large_batch/; runs that are done are
-not repeated. Prints a table in Markdown and one JSON line. Accuracies are means
-over the seeds with their sample standard deviation; the gap is accuracy on the
-training examples less that on the held-out ones, in points, a mean over the seeds. The
-noise scale, in examples, is that at the end of the run: the harmonic mean over the
-seeds (an infinite one counts), and the lowest and highest end of their 95 % intervals.
-A run that diverged counts as 10 %, what guessing gives.
+Trains the runs of configs/large_batch.py (after `make fashion_mnist`). Every optimizer at every
+batch size has `TRIALS` learning rates, with `TUNING_SEED`, and is then trained with the best of
+them and the seeds of `SEEDS`, of which the tuning seed is one. The trials begin at the best rate
+of the batch size before, or at that of `FIRST`, and go on from the best one in factors of 2,
+upwards first; if the best one is inside, the next is between it and its better neighbour. SGD
+also runs with the best rate of its smallest batch scaled linearly. AdamW at its smallest batch
+also runs with batches that grow, at the rate of the constant batch.
+
+Each run is one line of benchmarks/results/large_batch_runs.jsonl and is not repeated, so the
+command can be stopped and started again. `--jobs` processes run at the same time, each on a core
+of its own; they take one optimizer on one task after the other. `--table` trains nothing: it
+prints the tables, and writes benchmarks/results/large_batch.json from the runs that are there.
+
+Values are means over the seeds with their sample standard deviation: the validation accuracy of
+images, and the bits per byte of text. A run that diverged has none, nor one that ends with the
+same class for all images. "Steps to the target" count to the first evaluation that reaches the
+config's target, of the runs that do.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import datetime
+import functools
+import math
 import os
 import statistics
+import subprocess
 import sys
-from math import inf
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import seeds
-from common import report
+from common import keep_run, report, runs_done
 
+from jaxscale import data
+from jaxscale.cluster import cpu_settings
 from jaxscale.config.loading import load_config
 from jaxscale.errors import EXIT_DONE, one_line_errors
-from jaxscale.jobs.batch_study import mean_noise_scale
 
-CONFIG = "configs/fashion_mnist_large_batch.py"
-NAMES = (
-  "sgd-256",
-  "sgd-8192",
-  "sgd_tuned-8192",
-  "lars-8192",
-  "lamb-8192",
-  "sgd-16384",
-  "sgd_tuned-16384",
-  "lars-16384",
-  "lamb-16384",
-)
-LABELS = {
-  "sgd": "SGD, linear scaling",
-  "sgd_tuned": "SGD, tuned rate",
-  "lars": "LARS",
-  "lamb": "LAMB",
-}
-BASELINE = "256"
+CONFIG = "configs/large_batch.py"
+NAME = "large_batch"
+SIZES = {"images": (256, 1536, 4096, 8192, 16384), "text": (16, 128, 512)}
+LABELS = {"sgd": "SGD", "linear": "SGD, linear scaling", "lars": "LARS", "lamb": "LAMB"}
+LABELS |= {"adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
+FIRST = {
+  "images": dict(sgd=0.1, lars=0.1, lamb=0.02, adamw=0.004, muon=0.008, soap=0.004),
+  "text": dict(sgd=0.5, lars=0.4, lamb=0.02, adamw=0.004, muon=0.008, soap=0.008),
+}  # near the best of three in a tenth of a run, of images, and a quarter, of text
+GROWTH = {"schedule": "by the schedule", "noise": "by the noise scale", "branches": "by branches"}
+CHANCE = {"images": 0.1, "text": None}  # one class for all images
+TRIALS, TUNING_SEED, SEEDS = 4, 0, (0, 1, 2)
 
 
-def summarise(name: str, outcomes: list[seeds.Outcome]) -> dict:
-  """Return one row of the table."""
-  kind, batch = name.split("-")
-  done = [o for o in outcomes if o.accuracy is not None]
-  mean = statistics.fmean
+class Run(NamedTuple):
+  """A run: what identifies it.
+
+  Attributes:
+    task: "images" or "text".
+    kind: an optimizer, "linear" (SGD), or a rule of `GROWTH` (AdamW).
+    batch_size: examples per step, at the start.
+    lr: the peak learning rate.
+    seed: the seed.
+  """
+
+  task: str
+  kind: str
+  batch_size: int
+  lr: float
+  seed: int
+
+
+def read() -> dict[Run, dict[str, Any]]:
+  """Return the results of the runs that are done."""
+  return {Run(*(row[field] for field in Run._fields)): row for row in runs_done(NAME)}
+
+
+def train(run: Run) -> dict[str, Any]:
+  """Train a run and keep its result."""
+  from jaxscale.run.fit import fit
+  from jaxscale.training.loop import NonFiniteError
+
+  task, kind, size, lr, seed = run
+  optimizer = "adamw" if kind in GROWTH else "sgd" if kind == "linear" else kind
+  name = f"{task}-{optimizer}-{size}" + f"-{kind}" * (kind in GROWTH)
+  config = load_config(f"{CONFIG}:{name}", {"optimizer.lr": repr(lr), "seed": str(seed)})
+  row: dict[str, Any] = run._asdict() | {"value": None, "steps": None, "target_step": None}
+  start = time.monotonic()
+  with tempfile.TemporaryDirectory() as folder:
+    try:
+      _, summary = fit(config, Path(folder, "run"))
+      value = summary["accuracy"] if task == "images" else summary["loss"] / math.log(2)
+      row |= {"value": value, "steps": summary["step"], "target_step": summary.get("target_step")}
+    except NonFiniteError as e:
+      row["diverged_at"] = e.step
+  row |= {"seconds": round(time.monotonic() - start, 1), "date": f"{datetime.date.today()}"}
+  keep_run(NAME, row)
+  return row
+
+
+def score(task: str, row: dict[str, Any]) -> float:
+  """Return what is better if it is lower."""
+  if row["value"] is None:
+    return math.inf
+  return -row["value"] if task == "images" else row["value"]
+
+
+def next_rate(first: float, scores: dict[float, float]) -> float:
+  """Return the rate to try next, given the scores of those that were tried.
+
+  Example:
+    >>> next_rate(1.0, {}), next_rate(1.0, {1.0: 0.5}), next_rate(1.0, {1.0: 0.5, 2.0: 0.6})
+    (1.0, 2.0, 0.5)
+    >>> next_rate(1.0, {0.5: 0.7, 1.0: 0.5, 2.0: 0.6})
+    1.41
+  """
+  if not scores:
+    return first
+  rates = sorted(scores)
+  best = rates.index(min(rates, key=lambda rate: scores[rate]))
+  if best == len(rates) - 1:
+    return 2 * rates[best]
+  if best == 0:
+    return rates[0] / 2
+  near = min(rates[best - 1], rates[best + 1], key=lambda rate: scores[rate])
+  return float(f"{math.sqrt(near * rates[best]):.3g}")
+
+
+def trials(done: dict[Run, Any], task: str, kind: str, size: int, first: float) -> dict[float, Any]:
+  """Return the results of the trials that are done, by rate."""
+  found: dict[float, Any] = {}
+  while len(found) < TRIALS:
+    lr = next_rate(first, {rate: score(task, row) for rate, row in found.items()})
+    run = Run(task, kind, size, lr, TUNING_SEED)
+    if run not in done:
+      break
+    found[lr] = done[run]
+  return found
+
+
+def missing(done: dict[Run, Any], task: str, kind: str) -> Run | None:
+  """Return the next run of an optimizer and of the rows that follow from it; None: all are done."""
+  first = FIRST[task][kind]
+  for size in SIZES[task]:
+    found = trials(done, task, kind, size, first)
+    scores = {rate: score(task, row) for rate, row in found.items()}
+    if len(found) < TRIALS:
+      return Run(task, kind, size, next_rate(first, scores), TUNING_SEED)
+    first = min(scores, key=lambda rate: scores[rate])
+    more = [(kind, first)]
+    if size == SIZES[task][0]:
+      smallest = first
+      more += [(rule, first) for rule in GROWTH if kind == "adamw"]
+    elif kind == "sgd":
+      more += [("linear", smallest * size / SIZES[task][0])]
+    for each, lr in more:
+      for seed in SEEDS:
+        if (run := Run(task, each, size, lr, seed)) not in done:
+          return run
+  return None
+
+
+def work(keys: SimpleQueue[str], core: int) -> None:
+  """Train what is missing of one optimizer on one task after the other, in processes on a core."""
+  with contextlib.suppress(Empty):
+    while True:
+      command = [sys.executable, __file__, f"--core={core}", f"--only={keys.get_nowait()}"]
+      subprocess.run(command, check=True)
+
+
+def train_missing(keys: list[str], core: int) -> None:
+  """Train in this process, on one core."""
+  os.sched_setaffinity(0, {core})
+  cpu_settings.keep_memory()
+  data.tfds_images = functools.cache(data.tfds_images)  # decoded once
+  for key in keys:
+    task, kind = key.split("-")
+    while run := missing(read(), task, kind):
+      row = train(run)
+      print(f"{run}: {row['value']}, {row['seconds']} s", file=sys.stderr, flush=True)
+
+
+def tuned(done: dict[Run, Any], task: str, kind: str) -> dict[int, dict[float, Any]]:
+  """Return the trials of an optimizer by batch size."""
+  first, found = FIRST[task][kind], {}
+  for size in SIZES[task]:
+    found[size] = trials(done, task, kind, size, first)
+    if len(found[size]) < TRIALS:
+      break
+    first = min(found[size], key=lambda rate: score(task, found[size][rate]))
+  return found
+
+
+def summary(done: dict[Run, Any], task: str, kind: str, size: int, lr: float) -> dict[str, Any]:
+  """Return the row of a table: all seeds of an optimizer, or of a rule, at a batch size."""
+  runs = [done[run] for seed in SEEDS if (run := Run(task, kind, size, lr, seed)) in done]
+  values = [None if row["value"] == CHANCE[task] else row["value"] for row in runs]
+  finite = [value for value in values if value is not None]
+  reached = [row["target_step"] for row in runs if row["target_step"]]
   return {
-    "name": name,
-    "optimizer": "SGD" if batch == BASELINE else LABELS[kind],
-    "batch_size": int(batch),
-    "peak_lr": outcomes[0].peak_lr,
-    "steps": done[0].steps if done else None,
-    **seeds.accuracy(outcomes),
-    "gap": round(mean([o.gap for o in done]), 5) if done else None,
-    "noise_scale": seeds.finite(mean_noise_scale([o._asdict() for o in done])),
-    "noise_scale_low": min((o.noise_scale_low or 0.0 for o in done), default=None),
-    "noise_scale_high": seeds.finite(max((o.noise_scale_high or inf for o in done), default=None)),
+    "task": task,
+    "kind": kind,
+    "batch_size": size,
+    "lr": lr,
+    "values": values,
+    "mean": statistics.fmean(finite) if finite else None,
+    "spread": statistics.stdev(finite) if len(finite) > 1 else None,
+    "steps": max((row["steps"] for row in runs if row["steps"]), default=None),
+    "target_steps": reached,
   }
 
 
-def markdown(rows: list[dict]) -> str:
-  """Return the rows as the Markdown table of docs/large_batch.md."""
-  lines = [
-    "| batch | optimizer | peak rate | steps | held-out accuracy "
-    "| gap (points) | noise scale (examples) |",
-    "|---|---|---|---|---|---|---|",
-  ]
-  for row in rows:
-    accuracy = seeds.percent(row)
-    if row["diverged"]:
-      diverged = f"{row['diverged']} of {len(row['accuracies'])} diverged"
-      accuracy = f"{accuracy} ({diverged})" if row["steps"] else diverged
-    gap = "" if row["gap"] is None else f"{100 * row['gap']:.2f}"
-    names = ("noise_scale", "noise_scale_low", "noise_scale_high")
-    digits = (seeds.two_digits(row[name]) for name in names)
-    noise = "{} ({} to {})".format(*digits) if row["steps"] else ""
-    steps = "" if row["steps"] is None else f"{row['steps']:,}"
-    lines.append(
-      f"| {row['batch_size']:,} | {row['optimizer']} | {row['peak_lr']:.4g} | "
-      f"{steps} | {accuracy} | {gap} | {noise} |"
-    )
+def rows(done: dict[Run, Any]) -> list[dict[str, Any]]:
+  """Return the rows of all tables."""
+  found = []
+  for task, sizes in SIZES.items():
+    for kind in FIRST[task]:
+      for size, each in tuned(done, task, kind).items():
+        scores = {rate: score(task, row) for rate, row in each.items()}
+        if len(each) < TRIALS:
+          break
+        lr = min(scores, key=lambda rate: scores[rate])
+        tried = {f"{rate:g}": row["value"] for rate, row in sorted(each.items())}
+        found.append(summary(done, task, kind, size, lr) | {"trials": tried})
+        if size == sizes[0] and kind == "adamw":
+          found += [summary(done, task, rule, size, lr) for rule in GROWTH]
+        if size == sizes[0] and kind == "sgd":
+          linear = [(larger, lr * larger / size) for larger in sizes[1:]]
+          found += [summary(done, task, "linear", larger, rate) for larger, rate in linear]
+  return found
+
+
+def shown(row: dict[str, Any]) -> str:
+  """Format the mean and deviation of a row."""
+  times, digits = (100, 2) if row["task"] == "images" else (1, 3)
+  diverged = row["values"].count(None)
+  parts = [f"{diverged} of {len(row['values'])} diverged"] if diverged else []
+  if row["mean"] is not None and not diverged:
+    parts = [f"{times * row['mean']:.{digits}f}"]
+    parts += [f"± {times * row['spread']:.{digits}f}"] if row["spread"] is not None else []
+  return " ".join(parts)
+
+
+def to_target(row: dict[str, Any]) -> str:
+  """Format the steps to the target, and how many runs reach it if not all do."""
+  if not row["target_steps"]:
+    return "–" if row["values"] else ""
+  share = f" ({len(row['target_steps'])} of {len(row['values'])})"
+  partly = len(row["target_steps"]) < len(row["values"])
+  return f"{statistics.fmean(row['target_steps']):,.0f}{share * partly}"
+
+
+def tables(found: list[dict[str, Any]]) -> str:
+  """Return the tables of docs/large_batch.md in Markdown."""
+  cells = {(row["task"], row["kind"], row["batch_size"]): row for row in found}
+  lines = []
+  for task, sizes in SIZES.items():
+    for title, text in (("result", shown), ("steps to the target", to_target)):
+      lines += ["", f"| {task}: {title} | {' | '.join(f'{size:,}' for size in sizes)} |"]
+      lines += ["|---" * (1 + len(sizes)) + "|"]
+      for kind, label in LABELS.items():
+        each = [cells.get((task, kind, size)) for size in sizes]
+        lines.append(f"| {label} | {' | '.join(text(row) if row else '' for row in each)} |")
+    constant = cells.get((task, "adamw", sizes[0]))
+    lines += [
+      "",
+      f"| {task}: AdamW from {sizes[0]} | steps | fewer | result |",
+      "|---|---|---|---|",
+    ]
+    for kind, label in (("adamw", "constant"), *GROWTH.items()):
+      row = cells.get((task, kind, sizes[0]))
+      if row and row["steps"] and constant:
+        fewer = f"{1 - row['steps'] / constant['steps']:.0%}" if row != constant else ""
+        lines.append(f"| {label} | {row['steps']:,} | {fewer} | {shown(row)} |")
   return "\n".join(lines)
 
 
 @one_line_errors
 def main() -> int:
-  outcomes = seeds.train(CONFIG, NAMES, "runs/large_batch")
-  rows = [summarise(name, each) for name, each in outcomes.items()]
-  epochs = load_config(f"{CONFIG}:{NAMES[0]}").epochs
-  print(markdown(rows))
-  report("large_batch", seeds=len(rows[0]["accuracies"]), epochs=epochs, rows=rows)
+  keys = [f"{task}-{kind}" for task in SIZES for kind in FIRST[task]]
+  parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+  parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
+  parser.add_argument("--only", default=",".join(keys), help="TASK-OPTIMIZER by commas")
+  parser.add_argument("--table", action="store_true", help="report what is there, train nothing")
+  parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  keys = args.only.split(",")
+  if args.core is not None:
+    train_missing(keys, args.core)
+    return EXIT_DONE
+  if not args.table:
+    queue: SimpleQueue[str] = SimpleQueue()
+    for key in keys:
+      queue.put(key)
+    with ThreadPoolExecutor(args.jobs) as pool:
+      list(pool.map(work, [queue] * args.jobs, sorted(os.sched_getaffinity(0))[: args.jobs]))
+  done = read()
+  found = rows(done)
+  print(tables(found))
+  report(NAME, show=False, trials=TRIALS, tuning_seed=TUNING_SEED, rows=found)
   return EXIT_DONE
 
 

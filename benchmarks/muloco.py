@@ -40,7 +40,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from common import free_address, report
+from common import free_address, keep_run, report, runs_done
 
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_DONE, one_line_errors
@@ -50,7 +50,7 @@ TUNING_SEED = 100
 EVERY = {"muloco": 10, "muloco_2bit": 6, "muloco_streamed": 6}  # steps between synchronizations
 SLOW_EVERY = 20  # the same of the two processes
 OUTER: Any = {"outer_lr": 0.8, "outer_momentum": 0.5}
-RUNS = Path(__file__).parent / "results" / "muloco_runs.jsonl"
+NAME = "muloco"
 CYCLE_S, SHARE = 0.05, 0.2  # of the slow process: the length of a cycle, and of it running
 TIMEOUT_S = 3600
 
@@ -136,16 +136,11 @@ def slowed(process: subprocess.Popen | None) -> Iterator[None]:
     thread.join()
 
 
-def read() -> dict[tuple, dict[str, Any]]:
-  """Return the results of the runs that are done, by what identifies them."""
-  lines = RUNS.read_text().splitlines() if RUNS.exists() else []
-  return {tuple(found["run"]): found for found in map(json.loads, lines)}
-
-
 def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int, slow=False) -> Any:
   """Return the result of a run, which is trained unless it is done; None: it is not to be."""
   name = kind, workers, lr, seed, slow
-  if (found := read().get(name)) or args.table:
+  found = next((done for done in runs_done(NAME) if tuple(done["run"]) == name), None)
+  if found or args.table:
     return found
   with tempfile.TemporaryDirectory() as folder:
     request = json.dumps([kind, workers, lr, seed, f"{folder}/run"])
@@ -158,8 +153,7 @@ def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int,
       envs = [each | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(workers)]
     outputs = outputs_of(command, envs, slow)
   found = {"run": name} | json.loads(outputs[0].splitlines()[-1])
-  with RUNS.open("a") as file:
-    file.write(json.dumps(found) + "\n")
+  keep_run(NAME, found)
   return found
 
 
@@ -232,7 +226,7 @@ def main() -> int:
   for r in rows:
     print(f"| {r['run']} | {r['workers']} | {r['bits_per_byte']} | {r['sent_bytes']} | ", end="")
     print(f"{r['training_s']} |")
-  report("muloco", keep=args.table, rows=rows, trials=trials, every=EVERY, slow_every=SLOW_EVERY)
+  report(NAME, keep=args.table, rows=rows, trials=trials, every=EVERY, slow_every=SLOW_EVERY)
   return EXIT_DONE
 
 

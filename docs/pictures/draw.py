@@ -27,9 +27,11 @@ text { font: 14px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 .green { fill: #d9f2dc; stroke: #2f8a42; } .grey { fill: #eef1f4; stroke: #8b949e; }
 .red { fill: #ffdcd8; stroke: #c4372f; }
 .curve { fill: none; stroke-width: 2.5; }
-.s-red { stroke: #c4372f; }
+.teal { fill: #d3f1f0; stroke: #16807d; } .purple { fill: #eadcff; stroke: #7a4bc2; }
+.s-red { stroke: #c4372f; } .s-blue { stroke: #2f6fc4; } .s-orange { stroke: #c46f1a; }
+.s-green { stroke: #2f8a42; } .s-teal { stroke: #16807d; } .s-purple { stroke: #7a4bc2; }
 .t-red { fill: #b3261e; } .t-green { fill: #1f7a33; } .t-blue { fill: #2459a6; }
-.t-orange { fill: #9a5410; }
+.t-orange { fill: #9a5410; } .t-teal { fill: #0f6865; } .t-purple { fill: #63379f; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3; } .muted { fill: #a3adb8; } .grid { stroke: #2a313a; }
   .card { fill: #14181d; stroke: #3d444d; }
@@ -37,9 +39,11 @@ text { font: 14px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
   .blue { fill: #16345e; stroke: #6ea8fe; } .orange { fill: #4d2f10; stroke: #f0a35e; }
   .green { fill: #163d20; stroke: #66c27a; } .grey { fill: #262c34; stroke: #7d8792; }
   .red { fill: #552320; stroke: #ff8a80; }
-  .s-red { stroke: #ff8a80; }
+  .teal { fill: #123c3b; stroke: #55c8c4; } .purple { fill: #372457; stroke: #b794f6; }
+  .s-red { stroke: #ff8a80; } .s-blue { stroke: #6ea8fe; } .s-orange { stroke: #f0a35e; }
+  .s-green { stroke: #66c27a; } .s-teal { stroke: #55c8c4; } .s-purple { stroke: #b794f6; }
   .t-red { fill: #ff8a80; } .t-green { fill: #66c27a; } .t-blue { fill: #8ab8ff; }
-  .t-orange { fill: #f0a35e; }
+  .t-orange { fill: #f0a35e; } .t-teal { fill: #55c8c4; } .t-purple { fill: #c7a8fa; }
 }
 """
 
@@ -90,11 +94,6 @@ class Picture:
   def dot(self, x, y, kind):
     """Draw a data point."""
     self._parts.append(f'<circle class="{kind}" cx="{x:g}" cy="{y:g}" r="4"/>')
-
-  def cross(self, x, y):
-    """Draw a small cross, the mark of a run that diverged."""
-    for slope in (5, -5):
-      self.line([(x - 5, y - slope), (x + 5, y + slope)], "curve s-red")
 
   def svg(self) -> str:
     """Return the text of the SVG file."""
@@ -198,56 +197,95 @@ def requeue() -> Picture:
   return p
 
 
+# Of benchmarks/large_batch.py: the name, and the class of its color.
+OPTIMIZERS = {
+  "muon": ("Muon", "red"),
+  "lamb": ("LAMB", "green"),
+  "soap": ("SOAP", "teal"),
+  "adamw": ("AdamW", "purple"),
+  "lars": ("LARS", "blue"),
+  "sgd": ("SGD", "orange"),
+}
+# Sizes of the ImageNet batch in whose papers the accuracy is that of a small batch, at the same
+# share of the 60,000 images here (sources: docs/large_batch.md).
+PUBLISHED = (("SGD, linear scaling", 384, "orange"), ("LARS", 1536, "blue"))
+
+
 def large_batch() -> Picture:
-  """Draw the validation accuracy of every run of benchmarks/large_batch.py."""
+  """Draw the means of benchmarks/large_batch.py by batch size, and what was published."""
   rows = json.loads((ROOT / "benchmarks/results/large_batch.json").read_text())["rows"]
-  p = Picture(510, 412, "Validation accuracy of SGD, LARS and LAMB at three batch sizes")
-  p.text(18, 30, "MLP on Fashion-MNIST, 30 epochs", "strong")
-  p.text(
-    18,
-    50,
-    "validation accuracy in %; a dot is a run (3 seeds), the number their mean",
-    "small muted",
-  )
-  for percent in (80, 84, 88):
-    y = _height(percent)
-    p.line([(44, y), (496, y)], "grid")
-    p.text(36, y + 4, f"{percent}", "small muted end")
-  p.box(44, 300, 452, 44, "grey")
-  p.text(54, 327, "diverged", "small")
-  for x, size in ((84, 256), (152, 8192), (344, 16384)):
-    runs = [row for row in rows if row["batch_size"] == size]
-    for k, row in enumerate(runs):
-      _runs(p, x + 44 * k, row)
-    middle = x + 22 * (len(runs) - 1)
-    steps = next(row["steps"] for row in runs if row["steps"])
-    p.text(middle, 370, f"batch {size:,}", "middle strong")
-    p.text(middle, 390, f"{steps:,} steps", "small muted middle")
+  p = Picture(760, 436, "Six optimizers by batch size, on images and on text")
+  images = Panel(p, (60, 352), (96, 320), (256, 16384), (68, 92))
+  p.text(18, 30, "CNN on Fashion-MNIST, 10 epochs", "strong")
+  p.text(18, 50, "validation accuracy in %, mean of 3 seeds", "small muted")
+  images.axes((72, 76, 80, 84, 88, 92), (256, 1536, 4096, 16384))
+  for index, (name, size, kind) in enumerate(PUBLISHED):
+    y = 382 + 20 * index
+    p.line([(images.x(256), y), (images.x(size), y)], f"curve s-{kind}")
+    p.text(images.x(size) + 8, y + 4, f"{name}: no loss on ImageNet up to here", "small muted")
+  p.text(images.x(256), 424, "(at the same share of the data set per batch)", "small muted")
+  text = Panel(p, (460, 670), (96, 320), (16, 512), (4.7, 1.9))
+  p.text(420, 30, "Transformer on text, 2 epochs", "strong")
+  p.text(420, 50, "bits per byte (better is higher up), mean of 3 seeds", "small muted")
+  text.axes((2.0, 2.5, 3.0, 3.5, 4.0, 4.5), (16, 128, 512))
+  for panel, task in ((images, "images"), (text, "text")):
+    ends = []
+    for kind, (name, color) in OPTIMIZERS.items():
+      points = [r for r in rows if (r["task"], r["kind"]) == (task, kind) and r["mean"]]
+      places = [
+        panel.at(r["batch_size"], r["mean"] * (100 if task == "images" else 1)) for r in points
+      ]
+      p.line(places, f"curve s-{color}")
+      for place in places:
+        p.dot(*place, color)
+      ends.append((places[-1][1], name, color))
+    _labels(p, panel.right + 10, ends)
   return p
 
 
-def _height(percent: float) -> float:
-  """Return the y coordinate of an accuracy in percent."""
-  return 280 - 17 * (percent - 80)
+class Panel:
+  """Axes in a picture: the batch size on a logarithmic scale, and a value.
+
+  Args:
+    picture: the picture to draw into.
+    across: the left and the right end.
+    down: the upper and the lower end.
+    sizes: the batch sizes at the left and the right end.
+    values: the values at the lower and the upper end.
+  """
+
+  def __init__(self, picture, across, down, sizes, values):
+    self._picture, self._across, self._down = picture, across, down
+    self._sizes, self._values = sizes, values
+    self.right = across[1]
+
+  def x(self, size: int) -> float:
+    """Return the place of a batch size."""
+    (left, right), (least, most) = self._across, self._sizes
+    return left + (right - left) * math.log(size / least) / math.log(most / least)
+
+  def at(self, size: int, value: float) -> tuple[float, float]:
+    """Return the place of a value at a batch size."""
+    (upper, lower), (low, high) = self._down, self._values
+    return self.x(size), lower + (upper - lower) * (value - low) / (high - low)
+
+  def axes(self, values, sizes) -> None:
+    """Draw lines at values, and names of batch sizes."""
+    for value in values:
+      y = self.at(self._sizes[0], value)[1]
+      self._picture.line([(self._across[0] - 8, y), (self.right + 4, y)], "grid")
+      self._picture.text(self._across[0] - 14, y + 4, f"{value}", "small muted end")
+    for size in sizes:
+      self._picture.text(self.x(size), self._down[1] + 22, f"{size:,}", "small middle")
+    self._picture.text(self._across[0] - 22, self._down[1] + 22, "batch", "small muted end")
 
 
-def _runs(p: Picture, x: float, row: dict) -> None:
-  """Draw the runs of one optimizer at one batch size."""
-  name, _, detail = row["optimizer"].partition(", ")
-  kind = {"SGD": "orange", "LARS": "blue", "LAMB": "green"}[name]
-  if row["diverged"]:
-    for k in range(row["diverged"]):
-      p.cross(x - 14 + 14 * k, 322)
-    p.text(x, 270, name, "small t-red middle")
-    p.text(x, 286, "linear lr", "small t-red middle")
-    return
-  for k, accuracy in enumerate(row["accuracies"]):
-    p.dot(x - 8 + 8 * k, _height(100 * accuracy), kind)
-  above = _height(100 * max(row["accuracies"])) - 12
-  p.text(x, above, f"{100 * row['accuracy']:.1f}", f"small t-{kind} middle")
-  p.text(x, above - 16, "tuned lr" if detail else name, f"small t-{kind} middle")
-  if detail:
-    p.text(x, above - 32, name, f"small t-{kind} middle")
+def _labels(p: Picture, x: float, ends: list[tuple[float, str, str]]) -> None:
+  """Write the name of each curve beside its end, at least 15 apart."""
+  last = -math.inf
+  for y, name, color in sorted(ends):
+    last = max(y, last + 15)
+    p.text(x, last + 4, name, f"small t-{color}")
 
 
 def hang() -> Picture:

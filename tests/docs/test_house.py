@@ -27,7 +27,8 @@ from support.paths import ROOT
 # Those that are traced, and their variants: all files are among them.
 CONFIGS = """
   digits.py text.py vit_fashion_mnist.py fashion_mnist.py fashion_mnist.py:lars
-  fashion_mnist_large_batch.py fashion_mnist_large_batch.py:lamb-16384
+  large_batch.py large_batch.py:images-sgd-16384 large_batch.py:text-soap-512
+  large_batch.py:images-adamw-256-branches large_batch.py:text-adamw-16-noise
   fashion_mnist_exchange.py:one_bit fashion_mnist_exchange.py:block_momentum
   resnet50_imagenet.py resnet50_imagenet.py:256 resnet50_lars.py resnet50_lars.py:2048
   resnet50_lars.py:8192 resnet50_lars.py:32768 resnet50_lars.py:65536
@@ -39,7 +40,7 @@ CONFIGS = """
 """
 # One of most kinds of model, optimizer and exchange; the others are slow.
 QUICK = """
-  digits.py fashion_mnist_large_batch.py text.py vit_fashion_mnist.py llama_1b.py
+  digits.py large_batch.py text.py vit_fashion_mnist.py llama_1b.py
   fashion_mnist_exchange.py:one_bit
 """
 SHAPES = {"fashion_mnist": ((28, 28, 1), 10, 60_000), "imagenet2012": (None, 1000, 1_281_167)}
@@ -89,6 +90,13 @@ def test_every_config_traces_and_lowers_for_eight_devices(path, monkeypatch, tmp
 def test_every_config_is_tested():
   files = {p.name for p in (ROOT / "configs").glob("*.py")}
   assert files == {c.split(":")[0] for c in CONFIGS.split()}
+
+
+def test_the_rates_of_the_large_batch_config_are_the_best_ones_measured():
+  rows = json.loads((ROOT / "benchmarks/results/large_batch.json").read_text())["rows"]
+  best = {(f"{r['task']}-{r['kind']}", r["batch_size"]): r["lr"] for r in rows if "trials" in r}
+  rates = runpy.run_path(str(ROOT / "configs/large_batch.py"))["LR"]
+  assert {(name, size): lr for name, each in rates.items() for size, lr in each.items()} == best
 
 
 @pytest.mark.parametrize("size, least, most", [("1b", 1.0e9, 1.2e9), ("7b", 6.7e9, 6.8e9)])
