@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jaxscale.files import read_json_lines
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -69,8 +71,7 @@ def report(
 
 def runs_done(name: str) -> list[dict[str, Any]]:
   """Return the runs of a benchmark that `keep_run` has kept, in their order."""
-  path = RESULTS / f"{name}_runs.jsonl"
-  return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+  return read_json_lines(RESULTS / f"{name}_runs.jsonl")
 
 
 def keep_run(name: str, row: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -148,25 +149,37 @@ def trials(done: dict[Run, Any], task: str, kind: str, size: int, first: float) 
   return found
 
 
-def missing(done: dict[Run, Any], task: str, kind: str) -> Run | None:
-  """Return the next run of an optimizer and of the rows that follow from it; None: all are done."""
-  first = FIRST[task][kind]
+def cells(
+  done: dict[Run, Any], task: str, kind: str
+) -> Iterator[tuple[str, int, float, dict[float, Any]]]:
+  """Yield the kind, batch size, rate and trials of an optimizer's rows.
+
+  Rows that follow from another one, of "linear" and of `GROWTH`, have no trials of their own. The
+  last row may have fewer than `TRIALS`, and then the rate is that of the next trial.
+  """
+  smallest, first = SIZES[task][0], FIRST[task][kind]
   for size in SIZES[task]:
     found = trials(done, task, kind, size, first)
     scores = {rate: score(task, row) for rate, row in found.items()}
     if len(found) < TRIALS:
-      return Run(task, kind, size, next_rate(first, scores), TUNING_SEED)
+      yield kind, size, next_rate(first, scores), found
+      return
     first = min(scores, key=lambda rate: scores[rate])
-    more = [(kind, first)]
-    if size == SIZES[task][0]:
-      smallest = first
-      more += [(rule, first) for rule in GROWTH if kind == "adamw"]
+    yield kind, size, first, found
+    if size == smallest:
+      base = first
+      yield from ((rule, size, first, {}) for rule in GROWTH if kind == "adamw")
     elif kind == "sgd":
-      more += [("linear", smallest * size / SIZES[task][0])]
-    for each, lr in more:
-      for seed in SEEDS:
-        if (run := Run(task, each, size, lr, seed)) not in done:
-          return run
+      yield "linear", size, base * size / smallest, {}
+
+
+def missing(done: dict[Run, Any], task: str, kind: str) -> Run | None:
+  """Return the next run of an optimizer and of the rows that follow from it; None: all are done."""
+  for each, size, lr, found in cells(done, task, kind):
+    in_tuning = each == kind and len(found) < TRIALS
+    for seed in (TUNING_SEED,) if in_tuning else SEEDS:
+      if (run := Run(task, each, size, lr, seed)) not in done:
+        return run
   return None
 
 
@@ -190,17 +203,6 @@ def train_missing(keys: list[str], core: int) -> None:
       print(f"{run}: {row['value']}, {row['seconds']} s", file=sys.stderr, flush=True)
 
 
-def tuned(done: dict[Run, Any], task: str, kind: str) -> dict[int, dict[float, Any]]:
-  """Return the trials of an optimizer by batch size."""
-  first, found = FIRST[task][kind], {}
-  for size in SIZES[task]:
-    found[size] = trials(done, task, kind, size, first)
-    if len(found[size]) < TRIALS:
-      break
-    first = min(found[size], key=lambda rate: score(task, found[size][rate]))
-  return found
-
-
 def summary(done: dict[Run, Any], task: str, kind: str, size: int, lr: float) -> dict[str, Any]:
   """Return the row of a table: all seeds of an optimizer, or of a rule, at a batch size."""
   runs = [done[run] for seed in SEEDS if (run := Run(task, kind, size, lr, seed)) in done]
@@ -221,23 +223,18 @@ def summary(done: dict[Run, Any], task: str, kind: str, size: int, lr: float) ->
 
 
 def rows(done: dict[Run, Any]) -> list[dict[str, Any]]:
-  """Return the rows of all tables."""
-  found = []
-  for task, sizes in SIZES.items():
-    for kind in FIRST[task]:
-      for size, each in tuned(done, task, kind).items():
-        scores = {rate: score(task, row) for rate, row in each.items()}
-        if len(each) < TRIALS:
-          break
-        lr = min(scores, key=lambda rate: scores[rate])
-        tried = {f"{rate:g}": row["value"] for rate, row in sorted(each.items())}
-        found.append(summary(done, task, kind, size, lr) | {"trials": tried})
-        if size == sizes[0] and kind == "adamw":
-          found += [summary(done, task, rule, size, lr) for rule in GROWTH]
-        if size == sizes[0] and kind == "sgd":
-          linear = [(larger, lr * larger / size) for larger in sizes[1:]]
-          found += [summary(done, task, "linear", larger, rate) for larger, rate in linear]
-  return found
+  """Return the rows of all tables, without those that are still tuned."""
+  made = []
+  for task, optimizers in FIRST.items():
+    for optimizer in optimizers:
+      for kind, size, lr, found in cells(done, task, optimizer):
+        if kind == optimizer and len(found) < TRIALS:
+          continue
+        row = summary(done, task, kind, size, lr)
+        if found:
+          row["trials"] = {f"{rate:g}": each["value"] for rate, each in sorted(found.items())}
+        made.append(row)
+  return made
 
 
 def shown(row: dict[str, Any]) -> str:
@@ -262,23 +259,23 @@ def to_target(row: dict[str, Any]) -> str:
 
 def tables(found: list[dict[str, Any]]) -> str:
   """Return the tables of docs/large_batch.md in Markdown."""
-  cells = {(row["task"], row["kind"], row["batch_size"]): row for row in found}
+  by_cell = {(row["task"], row["kind"], row["batch_size"]): row for row in found}
   lines = []
   for task, sizes in SIZES.items():
     for title, text in (("result", shown), ("steps to the target", to_target)):
       lines += ["", f"| {task}: {title} | {' | '.join(f'{size:,}' for size in sizes)} |"]
       lines += ["|---" * (1 + len(sizes)) + "|"]
       for kind, label in LABELS.items():
-        each = [cells.get((task, kind, size)) for size in sizes]
+        each = [by_cell.get((task, kind, size)) for size in sizes]
         lines.append(f"| {label} | {' | '.join(text(row) if row else '' for row in each)} |")
-    constant = cells.get((task, "adamw", sizes[0]))
+    constant = by_cell.get((task, "adamw", sizes[0]))
     lines += [
       "",
       f"| {task}: AdamW from {sizes[0]} | steps | fewer | result |",
       "|---|---|---|---|",
     ]
     for kind, label in (("adamw", "constant"), *GROWTH.items()):
-      row = cells.get((task, kind, sizes[0]))
+      row = by_cell.get((task, kind, sizes[0]))
       if row and row["steps"] and constant:
         fewer = f"{1 - row['steps'] / constant['steps']:.0%}" if row != constant else ""
         lines.append(f"| {label} | {row['steps']:,} | {fewer} | {shown(row)} |")
