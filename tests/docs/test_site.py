@@ -47,6 +47,14 @@ def test_the_alternatives_and_what_they_are_for_are_there(generate):
   assert "BatchNorm statistics" in text and "][arXiv" not in text
 
 
+def test_links_lead_to_files():
+  """Expect no link to a folder: a code host shows one, the site cannot."""
+  pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"]
+  links = [(p, x) for p in pages for x in re.findall(r"\]\((?!\w+:|#)([^)\s#]+)", p.read_text())]
+  assert len(links) > 100
+  assert not [(p.name, x) for p, x in links if not (p.parent / x).is_file()]
+
+
 def test_every_option_of_every_command_is_there(generate):
   sections = dict(
     re.findall(r"^### jaxscale (\S+)\n(.*?)(?=^##|\Z)", page(generate, "commands"), re.M | re.S)
