@@ -8,7 +8,8 @@ them and the seeds of `SEEDS`, of which the tuning seed is one. The trials begin
 of the batch size before, or at that of `FIRST`, and go on from the best one in factors of 2,
 upwards first; if the best one is inside, the next is between it and its better neighbour. SGD
 also runs with the best rate of its smallest batch scaled linearly. AdamW at its smallest batch
-also runs with batches that grow, at the rate of the constant batch.
+also runs with batches that grow, at the rate of the constant batch. Copies of the state that train
+to decide this count neither as steps nor as examples of the run; they are a column of their own.
 
 Each run is one line of benchmarks/results/large_batch_runs.jsonl and is not repeated, so the
 command can be stopped and started again. `--jobs` processes run at the same time, each on a core
@@ -46,8 +47,10 @@ from common import keep_run, report, runs_done
 
 from jaxscale import data
 from jaxscale.cluster import cpu_settings
+from jaxscale.config import ByBranch, Config, Growing
 from jaxscale.config.loading import load_config
 from jaxscale.errors import EXIT_DONE, one_line_errors
+from jaxscale.run.adaptive_batch import read_chosen
 
 CONFIG = "configs/large_batch.py"
 NAME = "large_batch"
@@ -100,6 +103,7 @@ def train(run: Run) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as folder:
     try:
       _, summary = fit(config, Path(folder, "run"))
+      row |= in_branches(config, Path(folder, "run"))
       value = summary["accuracy"] if task == "images" else summary["loss"] / math.log(2)
       row |= {"value": value, "steps": summary["step"], "target_step": summary.get("target_step")}
     except NonFiniteError as e:
@@ -107,6 +111,19 @@ def train(run: Run) -> dict[str, Any]:
   row |= {"seconds": round(time.monotonic() - start, 1), "date": f"{datetime.date.today()}"}
   keep_run(NAME, row)
   return row
+
+
+def in_branches(config: Config, workdir: Path) -> dict[str, int]:
+  """Return the steps and examples of the copies that `ByBranch` has trained, at both sizes."""
+  if not (isinstance(config.phases, Growing) and isinstance(config.phases.when, ByBranch)):
+    return {}
+  factor, steps = config.phases.factor, config.phases.when.steps
+  most = config.phases.max_batch_size
+  sizes = [size for size in read_chosen(workdir)[:-1] if size * factor <= most]
+  return {
+    "branch_steps": len(sizes) * steps * (1 + factor),
+    "branch_examples": sum(2 * steps * factor * size for size in sizes),
+  }
 
 
 def score(task: str, row: dict[str, Any]) -> float:
@@ -217,8 +234,12 @@ def summary(done: dict[Run, Any], task: str, kind: str, size: int, lr: float) ->
     "values": values,
     "mean": statistics.fmean(finite) if finite else None,
     "spread": statistics.stdev(finite) if len(finite) > 1 else None,
-    "steps": max((row["steps"] for row in runs if row["steps"]), default=None),
     "target_steps": reached,
+    **{
+      field: round(statistics.fmean(counts)) if counts else None
+      for field in ("steps", "branch_steps", "branch_examples")
+      if (counts := [row[field] for row in runs if row.get(field)]) or field == "steps"
+    },
   }
 
 
@@ -257,6 +278,14 @@ def to_target(row: dict[str, Any]) -> str:
   return f"{statistics.fmean(row['target_steps']):,.0f}{share * partly}"
 
 
+def branches(row: dict[str, Any], constant: dict[str, Any]) -> str:
+  """Format the mean steps and examples in branches; these as a share of the constant run's."""
+  if "branch_steps" not in row:
+    return ""
+  share = row["branch_examples"] / (constant["steps"] * constant["batch_size"])
+  return f"{row['branch_steps']:,}, {share:.0%} of the examples"
+
+
 def tables(found: list[dict[str, Any]]) -> str:
   """Return the tables of docs/large_batch.md in Markdown."""
   by_cell = {(row["task"], row["kind"], row["batch_size"]): row for row in found}
@@ -271,14 +300,16 @@ def tables(found: list[dict[str, Any]]) -> str:
     constant = by_cell.get((task, "adamw", sizes[0]))
     lines += [
       "",
-      f"| {task}: AdamW from {sizes[0]} | steps | fewer | result |",
-      "|---|---|---|---|",
+      f"| {task}: AdamW from {sizes[0]} | steps | fewer | and in branches | result |",
+      "|---|---|---|---|---|",
     ]
     for kind, label in (("adamw", "constant"), *GROWTH.items()):
       row = by_cell.get((task, kind, sizes[0]))
       if row and row["steps"] and constant:
         fewer = f"{1 - row['steps'] / constant['steps']:.0%}" if row != constant else ""
-        lines.append(f"| {label} | {row['steps']:,} | {fewer} | {shown(row)} |")
+        lines.append(
+          f"| {label} | {row['steps']:,} | {fewer} | {branches(row, constant)} | {shown(row)} |"
+        )
   return "\n".join(lines)
 
 

@@ -186,13 +186,13 @@ class ByNoiseScale(_Measured):
 
 
 class ByBranch(_Measured):
-  """Growth if a short branch at the larger batch size loses nothing on the same examples.
+  """Growth if a short branch at the larger batch size loses little on the same examples.
 
   Copies of the state train at both batch sizes on the same next examples; the run itself does
   not change. The batch grows if the training loss over the second half of these examples is
   at most `margin` above that at the current size, standard error included. Measuring by
   branches from a checkpoint follows arXiv:2505.23971 (abstract). Needs memory for a second
-  training state.
+  training state, and computation: the run does not count the steps of its copies.
 
   Attributes:
     every_epochs: the number of epochs between two decisions.

@@ -62,7 +62,7 @@ def _draw_arrays(run: Run) -> None:
 def summarize(run: Run, state: TrainState) -> dict[str, Any]:
   """Return the content of `summary.json`; all processes call it."""
   experiment, done = run.experiment, int(state.step)
-  config, target = experiment.config, run.target()
+  config, phases, target = experiment.config, experiment.derived.phases, run.target()
   names = getattr(experiment.train_data.info, "class_names", ())
   step, seconds = (target.step, target.seconds) if target else (None, None)
   is_done = run.is_over(done) and run.evaluation_at(done) is not None
@@ -76,6 +76,7 @@ def summarize(run: Run, state: TrainState) -> dict[str, Any]:
     "outcome": "done" if is_done else "interrupted",
     "step": done,
     "total_steps": run.total_steps,
+    "batch_sizes": {str(phase.start): phase.batch_size for phase in phases if phase.start < done},
     **run.evaluation,
     "evaluation": run.evaluation,
     **{n: x.tolist() for n, x in run.arrays.items() if x.size <= _MOST_NUMBERS},

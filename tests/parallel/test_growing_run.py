@@ -87,6 +87,7 @@ def test_a_rule_of_ones_own_decides(tmp_path, capsys):
   events = [x for x in metrics.read_metrics(tmp_path / "a/metrics.jsonl") if "growth/larger" in x]
   assert [x["step"] for x in events] == [13, 24] and all(x["growth/larger"] > 0 for x in events)
   assert json.loads((tmp_path / "a" / "batch_sizes.json").read_text()) == [64, 64, 128]
+  assert grown.summary["batch_sizes"] == {"0": 64, "23": 128}
   explicit = cfg.Phases(epochs=(0.0, 1.0), batch_sizes=(64, 128), follow="sqrt")
   assert_same_bits(
     grown.state, fit(dataclasses.replace(config, phases=explicit), tmp_path / "b").state
