@@ -1,20 +1,22 @@
 """MuLoCo against data parallelism: loss, bytes, and a slow worker.
 
-    python benchmarks/muloco.py [--seeds 3] [--workers 4,16] [--table]
+    python benchmarks/muloco.py [--seeds 1] [--workers 4,16] [--no-pairs] [--table]
 
-Trains a small language model on the text that the package carries, eight epochs at a batch
-size of 256 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo
-(arXiv:2505.23725), which is Muon inside DiLoCo with the 1-bit or the 2-bit exchange, on K
-simulated devices of this machine, each a worker; the 2-bit one also in 3 fragments, which
-workers take over a step later (arXiv:2501.18512). The learning rates of data parallelism, and of
-the 2-bit one at each K, are the best of `RATES` with `TUNING_SEED`; the others take the latter.
-The outer optimizer is `OUTER`: with the momentum of 0.9 that is common for hundreds of steps
-between synchronizations, a movement that lasts is multiplied by 0.7 / (1 - 0.9) = 7, which is
-too much after 6 or 10 steps. Bytes are those that a device sends, from the compiled programs.
+Trains a small language model on the text that the package carries, 16 epochs at a batch size
+of 256 windows of 64 bytes: by Muon with data parallelism, and by MuLoCo (arXiv:2505.23725), which
+is Muon inside DiLoCo with the 1-bit or the 2-bit exchange, on K simulated devices of this machine,
+each a worker; the 2-bit one also in 3 fragments, which workers take over a step later
+(arXiv:2501.18512). Data parallelism is trained on 4 devices, as it computes the same on any
+number. The learning rates of data parallelism, and of the 2-bit one at each K, are the best of
+three (`RATES`) with the first of `SEEDS`; the others take the latter. The outer optimizer is
+`OUTER`: with the momentum of 0.9 that is common for hundreds of steps between synchronizations, a
+movement that lasts is multiplied by 0.7 / (1 - 0.9) = 7, which is too much after a few steps.
+Bytes are those that a device sends, from the compiled programs.
 
-Then two processes train by MuLoCo, on a core each: undisturbed; with one that runs for a
-fifth of the time (stopped and continued by the benchmark); and the same with
-`worker_steps`, so that this one takes a fifth of the steps.
+Then two processes train three epochs by MuLoCo with 2 bits, on a core each: undisturbed; with one
+that runs for a fifth of the time (stopped and continued by the benchmark); and the same with
+`worker_steps`, so that this one takes a fifth of the steps. Only these measure time. The rest can
+run beside other work, such as the same command with other `--workers`, with `--no-pairs`.
 
 A run that is done is a line of benchmarks/results/muloco_runs.jsonl and is not repeated.
 `--table` trains nothing, and reports what is there.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import math
 import os
@@ -33,7 +36,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,13 @@ from common import free_address, keep_run, report, runs_done
 from jaxscale import config as cfg
 from jaxscale.errors import EXIT_DONE, one_line_errors
 
-RATES = (8e-3, 16e-3, 32e-3, 64e-3)
-TUNING_SEED = 100
-EVERY = {"muloco": 10, "muloco_2bit": 6, "muloco_streamed": 6}  # steps between synchronizations
-SLOW_EVERY = 20  # the same of the two processes
+# By the number of workers, whose noise is averaged; 1: data parallelism.
+RATES = {1: (0.023, 0.032, 0.045), 4: (0.032, 0.045, 0.064), 16: (0.045, 0.064, 0.09)}
+SEEDS = (100, 101, 102)
+EVERY = {"muloco": 4, "muloco_2bit": 7, "muloco_streamed": 7}  # steps between synchronizations
+EPOCHS, PAIR_EPOCHS = 16, 3
+BASE_WORKERS = 4  # on which data parallelism is trained
+SLOW_EVERY = 20  # steps between the synchronizations of two processes
 OUTER: Any = {"outer_lr": 0.8, "outer_momentum": 0.5}
 NAME = "muloco"
 CYCLE_S, SHARE = 0.05, 0.2  # of the slow process: the length of a cycle, and of it running
@@ -58,27 +63,27 @@ TIMEOUT_S = 3600
 def config(kind: str, workers: int, lr: float, seed: int) -> cfg.Config:
   """Return the config of a kind of run: "data_parallel", one of `EVERY`, "even" or "uneven"."""
   sync: Any = cfg.EveryStep()
+  epochs = PAIR_EPOCHS if kind in ("even", "uneven") else EPOCHS
   if kind in EVERY:
     streams: Any = {"fragments": 3, "delay_steps": 1} if kind == "muloco_streamed" else {}
     sync = cfg.DiLoCo(sync_every_steps=EVERY[kind], **OUTER, **streams)
   elif kind != "data_parallel":
     steps = (SLOW_EVERY, SLOW_EVERY // 5) if kind == "uneven" else ()
     sync = cfg.DiLoCo(sync_every_steps=SLOW_EVERY, worker_steps=steps, **OUTER)
-  exchanges = {"data_parallel": cfg.AllReduce()}
-  exchanges |= dict.fromkeys(("muloco_2bit", "muloco_streamed"), cfg.TwoBit())
+  exchanges = {"data_parallel": cfg.AllReduce(), "muloco": cfg.OneBit()}
   return cfg.Config(
     model=cfg.Transformer(num_layers=2, width=64, num_heads=4, hidden=192),
     data=cfg.Text(sequence_length=64),
     optimizer=cfg.Muon(lr=lr, b2=0.95, weight_decay=0.1),
     schedule=cfg.Cosine(warmup_epochs=0.3),
-    exchange=exchanges.get(kind, cfg.OneBit()),
+    exchange=exchanges.get(kind, cfg.TwoBit()),
     sync=sync,
     batch_size=256,
-    epochs=8,
+    epochs=epochs,
     clip_norm=1.0,
     seed=seed,
     mesh=cfg.Mesh(data=workers),
-    evaluation=cfg.Evaluation(every_epochs=8),
+    evaluation=cfg.Evaluation(every_epochs=epochs),
     checkpoint=cfg.Checkpoint(every_epochs=100, keep_last=1, keep_best=0),
     log=cfg.Log(every_steps=100, tensorboard=False, plot=False),
   )
@@ -100,15 +105,16 @@ def sent_bytes(settings: cfg.Config) -> float:
 
 
 def child(request: str) -> int:
-  """Train in this process and print the result as the last line."""
+  """Train in this process, or only compile if there is no seed, and print the result."""
   from jaxscale.run.fit import fit
 
   kind, workers, lr, seed, workdir = json.loads(request)
-  settings = config(kind, workers, lr, seed)
-  start = time.perf_counter()
-  _, summary = fit(settings, workdir)
-  found = {"value": summary["loss"] / math.log(2), "seconds": time.perf_counter() - start}
-  found["training_s"] = summary["goodput_seconds"]["training"]
+  settings = config(kind, workers, lr, SEEDS[0] if seed is None else seed)
+  found: dict[str, Any] = {"date": f"{datetime.date.today()}"}
+  if seed is not None:
+    _, summary = fit(settings, workdir)
+    found["value"] = summary["loss"] / math.log(2)
+    found["training_s"] = summary["goodput_seconds"]["training"]
   if "JAXSCALE_PROCESS_ID" not in os.environ:
     found["sent_bytes"] = sent_bytes(settings)
   print(json.dumps(found), flush=True)
@@ -136,7 +142,9 @@ def slowed(process: subprocess.Popen | None) -> Iterator[None]:
     thread.join()
 
 
-def run(args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int, slow=False) -> Any:
+def run(
+  args: argparse.Namespace, kind: str, workers: int, lr: float, seed: int | None, slow: bool = False
+) -> Any:
   """Return the result of a run, which is trained unless it is done; None: it is not to be."""
   name = kind, workers, lr, seed, slow
   found = next((done for done in runs_done(NAME) if tuple(done["run"]) == name), None)
@@ -179,50 +187,55 @@ def best_rate(
   args: argparse.Namespace, kind: str, workers: int
 ) -> tuple[float | None, dict[str, float]]:
   """Return the rate with the least loss of the tuning seed, and all of them."""
-  found = {lr: run(args, kind, workers, lr, TUNING_SEED) for lr in RATES}
+  rates = RATES[1 if kind == "data_parallel" else workers]
+  found = {lr: run(args, kind, workers, lr, SEEDS[0]) for lr in rates}
   trials = {lr: x["value"] for lr, x in found.items() if x}
-  best = min(trials, key=trials.__getitem__) if len(trials) == len(RATES) else None
+  best = min(trials, key=trials.__getitem__) if len(trials) == len(rates) else None
   return best, {f"{lr:g}": round(v, 4) for lr, v in trials.items()}
 
 
-def row(label: str, workers: int, lr: float, runs: list[Any]) -> dict[str, Any]:
+def row(label: str, workers: int, lr: float, runs: list[Any], sent: float | None) -> dict[str, Any]:
   """Return the means of a kind's runs."""
-  runs = [r for r in runs if r]
-  values = [r["value"] for r in runs]
+  values = [r["value"] for r in runs if r]
+  seconds = [r["training_s"] for r in runs if r] if sent is None else []
   return {
     "run": label,
     "workers": workers,
     "lr": lr,
     "bits_per_byte": round(statistics.fmean(values), 4) if values else None,
     "values": [round(v, 4) for v in values],
-    "sent_bytes": runs[0].get("sent_bytes") if runs else None,
-    "training_s": round(statistics.fmean(r["training_s"] for r in runs), 1) if runs else None,
+    "sent_bytes": sent,
+    "training_s": round(statistics.fmean(seconds), 1) if seconds else None,
   }
 
 
 @one_line_errors
 def main() -> int:
   parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-  parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--workers", default="4,16", help="by commas")
+  parser.add_argument("--seeds", type=int, default=1, help="at most 3")
+  parser.add_argument("--workers", default="4,16", help="of 4 and 16, by commas")
+  parser.add_argument("--no-pairs", action="store_true", help="without the pairs of processes")
   parser.add_argument("--table", action="store_true", help="report what is there, train nothing")
   parser.add_argument("--child", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.child:
     return child(args.child)
   rows, trials, rates = [], {}, []
-  lr, trials["data_parallel"] = best_rate(args, "data_parallel", 4)
+  lr, trials["data_parallel"] = best_rate(args, "data_parallel", BASE_WORKERS)
   for workers in map(int, args.workers.split(",")):
     best, trials[f"muloco_2bit-{workers}"] = best_rate(args, "muloco_2bit", workers)
     rates.append(best)
     for kind, rate in (("data_parallel", lr), *((kind, best) for kind in EVERY)):
       if rate is not None:  # With --table, before all trials are there.
-        runs = [run(args, kind, workers, rate, seed) for seed in range(args.seeds)]
-        rows.append(row(kind, workers, rate, runs))
-  if rates[0] is not None:  # Two workers take the rate of the fewest.
+        trained_on = BASE_WORKERS if kind == "data_parallel" else workers
+        runs = [run(args, kind, trained_on, rate, seed) for seed in SEEDS[: args.seeds]]
+        compiled = runs[0] if trained_on == workers else run(args, kind, workers, rate, None)
+        if compiled:
+          rows.append(row(kind, workers, rate, runs, compiled["sent_bytes"]))
+  if rates[0] is not None and not args.no_pairs:  # Two workers take the rate of the fewest.
     for kind, slow in (("even", False), ("even", True), ("uneven", True)):
       label = f"2 processes{', one slow' * slow}{', fewer steps' * (kind == 'uneven')}"
-      rows.append(row(label, 2, rates[0], [run(args, kind, 2, rates[0], 0, slow)]))
+      rows.append(row(label, 2, rates[0], [run(args, kind, 2, rates[0], SEEDS[0], slow)], None))
   for r in rows:
     print(f"| {r['run']} | {r['workers']} | {r['bits_per_byte']} | {r['sent_bytes']} | ", end="")
     print(f"{r['training_s']} |")
