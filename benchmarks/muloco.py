@@ -14,9 +14,9 @@ movement that lasts is multiplied by 0.7 / (1 - 0.9) = 7, which is too much afte
 Bytes are those that a device sends, from the compiled programs.
 
 Then two processes train three epochs by MuLoCo with 2 bits, on a core each: undisturbed; with one
-that runs for a fifth of the time (stopped and continued by the benchmark); and the same with
-`worker_steps`, so that this one takes a fifth of the steps. Only these measure time. The rest can
-run beside other work, such as the same command with other `--workers`, with `--no-pairs`.
+that runs for a fifth of the time from step 20 on (stopped and continued by the benchmark); and the
+same with `worker_steps`, so that this one takes a fifth of the steps. Only these measure time. The
+rest can run beside other work, such as the same command with other `--workers`, with `--no-pairs`.
 
 A run that is done is a line of benchmarks/results/muloco_runs.jsonl and is not repeated.
 `--table` trains nothing, and reports what is there.
@@ -85,7 +85,7 @@ def config(kind: str, workers: int, lr: float, seed: int) -> cfg.Config:
     mesh=cfg.Mesh(data=workers),
     evaluation=cfg.Evaluation(every_epochs=epochs),
     checkpoint=cfg.Checkpoint(every_epochs=100, keep_last=1, keep_best=0),
-    log=cfg.Log(every_steps=100, tensorboard=False, plot=False),
+    log=cfg.Log(every_steps=SLOW_EVERY, tensorboard=False, plot=False),
   )
 
 
@@ -106,6 +106,9 @@ def sent_bytes(settings: cfg.Config) -> float:
 
 def child(request: str) -> int:
   """Train in this process, or only compile if there is no seed, and print the result."""
+  from jaxscale import cluster
+
+  cluster.initialize()
   from jaxscale.run.fit import fit
 
   kind, workers, lr, seed, workdir = json.loads(request)
@@ -114,7 +117,8 @@ def child(request: str) -> int:
   if seed is not None:
     _, summary = fit(settings, workdir)
     found["value"] = summary["loss"] / math.log(2)
-    found["training_s"] = summary["goodput_seconds"]["training"]
+    # Process 0 records it, whose result is the one that counts.
+    found["training_s"] = summary.get("goodput_seconds", {}).get("training")
   if "JAXSCALE_PROCESS_ID" not in os.environ:
     found["sent_bytes"] = sent_bytes(settings)
   print(json.dumps(found), flush=True)
@@ -122,11 +126,16 @@ def child(request: str) -> int:
 
 
 @contextlib.contextmanager
-def slowed(process: subprocess.Popen | None) -> Iterator[None]:
-  """Let a process run for `SHARE` of each `CYCLE_S` only."""
+def slowed(process: subprocess.Popen | None, started: Path) -> Iterator[None]:
+  """Let a process run for `SHARE` of each `CYCLE_S` only, once a file is there.
+
+  At the start, processes wait for each other for at most 30 seconds.
+  """
   over = threading.Event()
 
   def cycle():
+    while process is not None and not over.is_set() and not started.exists():
+      over.wait(CYCLE_S)
     while process is not None and not over.is_set() and process.poll() is None:
       process.send_signal(signal.SIGSTOP)
       over.wait(CYCLE_S * (1 - SHARE))
@@ -159,13 +168,15 @@ def run(
       group = {"JAXSCALE_COORDINATOR": free_address(), "JAXSCALE_NUM_PROCESSES": str(workers)}
       each = {"JAX_NUM_CPU_DEVICES": "1", **group}
       envs = [each | {"JAXSCALE_PROCESS_ID": str(i)} for i in range(workers)]
-    outputs = outputs_of(command, envs, slow)
+    outputs = outputs_of(command, envs, Path(folder, "run/metrics.jsonl"), slow)
   found = {"run": name} | json.loads(outputs[0].splitlines()[-1])
   keep_run(NAME, found)
   return found
 
 
-def outputs_of(command: list[str], envs: list[dict[str, str]], slow: bool) -> list[str]:
+def outputs_of(
+  command: list[str], envs: list[dict[str, str]], started: Path, slow: bool
+) -> list[str]:
   """Run a command with each environment, on a core each if there are several."""
   processes = []
   try:
@@ -173,7 +184,7 @@ def outputs_of(command: list[str], envs: list[dict[str, str]], slow: bool) -> li
       core = ["taskset", "-c", str(i % (os.cpu_count() or 1))] if len(envs) > 1 else []
       pipe: Any = {"stdout": subprocess.PIPE, "text": True}
       processes.append(subprocess.Popen([*core, *command], env=os.environ | env, **pipe))
-    with slowed(processes[-1] if slow else None):
+    with slowed(processes[-1] if slow else None, started):
       outputs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
   finally:
     for process in processes:
