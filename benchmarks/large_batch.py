@@ -118,7 +118,7 @@ def in_branches(config: Config, workdir: Path) -> dict[str, int]:
   if not (isinstance(config.phases, Growing) and isinstance(config.phases.when, ByBranch)):
     return {}
   factor, steps = config.phases.factor, config.phases.when.steps
-  most = config.phases.max_batch_size
+  most = config.phases.max_batch_size or math.inf
   sizes = [size for size in read_chosen(workdir)[:-1] if size * factor <= most]
   return {
     "branch_steps": len(sizes) * steps * (1 + factor),
