@@ -226,6 +226,11 @@ def summary(done: dict[Run, Any], task: str, kind: str, size: int, lr: float) ->
   values = [None if row["value"] == CHANCE[task] else row["value"] for row in runs]
   finite = [value for value in values if value is not None]
   reached = [row["target_step"] for row in runs if row["target_step"]]
+  counts = {
+    field: round(statistics.fmean(each))
+    for field in ("steps", "branch_steps", "branch_examples")
+    if (each := [row[field] for row in runs if row.get(field)])
+  }
   return {
     "task": task,
     "kind": kind,
@@ -235,11 +240,8 @@ def summary(done: dict[Run, Any], task: str, kind: str, size: int, lr: float) ->
     "mean": statistics.fmean(finite) if finite else None,
     "spread": statistics.stdev(finite) if len(finite) > 1 else None,
     "target_steps": reached,
-    **{
-      field: round(statistics.fmean(counts)) if counts else None
-      for field in ("steps", "branch_steps", "branch_examples")
-      if (counts := [row[field] for row in runs if row.get(field)]) or field == "steps"
-    },
+    "steps": None,
+    **counts,
   }
 
 
