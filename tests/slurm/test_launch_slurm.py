@@ -106,7 +106,7 @@ def test_a_signal_before_there_are_handlers_starts_it_again(cli, slurm):
     wait_until(lambda f=folder: len([*f.glob("up.*")]) == 2, seconds=300)
     slurm.run("scancel", f"--signal={name}", number(cli, name))
   for name, code in names.items():
-    until_ended(cli, name, seconds=300)
+    until_ended(cli, name)
     (first, decision), last = ends(cli, name)
     # Of the task that is second srun's own SIGTERM may be first.
     assert first in (code, 143) and (decision, last) == ("requeue", (0, "stop"))
@@ -117,7 +117,7 @@ def test_what_an_operator_requeues_is_requeued_on_record(cli, slurm):
   cli("submit", "--name=o")
   wait_until(lambda: is_up(cli, "o"), seconds=300)
   slurm.run("scontrol", "requeue", number(cli, "o"))
-  until_ended(cli, "o", seconds=300)
+  until_ended(cli, "o")
   assert ends(cli, "o") == [(85, "requeue"), (0, "stop")]
 
 
@@ -141,7 +141,7 @@ sleep 1; exit 0""")
   for start in (1, 2):
     for name, options in signals.items():
       for rank in (0, 1):
-        wait_until(lambda a=(name, start, rank): is_up(warned, *a), seconds=60)
+        wait_until(lambda a=(name, start, rank): is_up(warned, *a), seconds=300)
       job = number(warned, name)
       _cluster.run("scancel", *options, "--signal=USR1", job)
   for name in signals:
@@ -159,7 +159,10 @@ def test_warned_it_saves_and_starts_again_so_often(requeued, name):
   words = until(cli, name, "FAILED")
   assert (words[3], words[-1]) == ("85", "1")  # exit code, restarts
   assert ends(cli, name) == [(85, "requeue"), (85, "stop")]
-  assert cli("logs", name).count("stopped by USR1") == 2
+  logs = cli("logs", name, "--rank=all")
+  assert logs.count("stopped by ") == 4  # two tasks, two starts
+  # srun ends the task that is second by SIGTERM, which may come before its SIGUSR1.
+  assert logs.count("stopped by USR1") >= 2
   reported = cli("logs", name, "--rank=batch")
   assert "not restarted: this was start 2 of 2" in reported
 

@@ -136,13 +136,13 @@ def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   args = [*ARGS, "--config.epochs=12", "--config.checkpoint.every_epochs=1"]
   cli("submit", "--real", "--nodes=2", "--spares=1", "--name=s", *args)
   workdir = cli.runs / "s" / "train"
-  wait_until(lambda: newest_step(workdir) > 20, seconds=60)
+  wait_until(lambda: newest_step(workdir) > 20, seconds=300)
   before = newest_step(workdir)
   assert slurm.job(number(cli, "s"))["BatchHost"] == "n1"  # which is the spare
   slurm.kill_node("n2")  # of rank 0
-  wait_until(lambda: [e["event"] for e in events(cli, "s")] == ["start", "move"], seconds=60)
+  wait_until(lambda: [e["event"] for e in events(cli, "s")] == ["start", "move"], seconds=300)
   move = events(cli, "s")[1]
-  wait_until(lambda: newest_step(workdir) > before, seconds=60)  # after it was noticed
+  wait_until(lambda: newest_step(workdir) > before, seconds=300)  # after it was noticed
   words = until(cli, "s", "COMPLETED", 120)
   assert words[-1] == "1"  # restarts
   assert (move["lost"], move["hosts"], move["nodes"]) == ("n2", "n1,n3", 2)
@@ -165,9 +165,9 @@ def test_the_job_is_requeued_when_the_node_of_its_script_is_lost(cli, slurm):
   log = cli.runs / "h" / "logs" / f"{number(cli, 'h')}.1.out"
   wait_until(lambda: log.exists() and "rank 1 of 2 on n3" in log.read_text())
   slurm.kill_node("n1")
-  wait_until(lambda: ends(cli, "h") == [(137, "requeue")], seconds=60)
+  wait_until(lambda: ends(cli, "h") == [(137, "requeue")], seconds=300)
   cli.does("exit 0")
-  until_ended(cli, "h", seconds=60)
+  until_ended(cli, "h")
   assert until(cli, "h", "COMPLETED")[-1] == "1"
   assert slurm.job(number(cli, "h"))["NodeList"] == "n[2-4]"
   reported = cli("logs", "h", "--rank=batch")

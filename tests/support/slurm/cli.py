@@ -80,7 +80,7 @@ def states(cli: Cli, *names: str) -> dict[str, tuple[str, list[str]]]:
   return {words[0]: (words[2], words) for words in lines}
 
 
-def until(cli: Cli, name: str, state: str, seconds: float = 60) -> list[str]:
+def until(cli: Cli, name: str, state: str, seconds: float = 300) -> list[str]:
   """Wait until a run is in a state; return its line of the table."""
   deadline = time.monotonic() + seconds
   while (now := states(cli, name))[name][0] != state:
@@ -105,7 +105,7 @@ def ends(cli: Cli, name: str, task: int = 0) -> list[tuple[int, str]]:
   return [(e["code"], e["next"]) for e in lines if e["event"] == "end"]
 
 
-def until_ended(cli: Cli, name: str, tasks: int = 1, seconds: float = 60) -> None:
+def until_ended(cli: Cli, name: str, tasks: int = 1, seconds: float = 300) -> None:
   """Wait until each task has ended with nothing to follow."""
   deadline = time.monotonic() + seconds
   while not all((e := ends(cli, name, i)) and e[-1][1] == "stop" for i in range(tasks)):
