@@ -220,12 +220,9 @@ def printable(text: str, keep: str = "") -> str:
   """
   if text.isprintable():
     return text
-  return "".join(c if c in keep or _is_shown(c) else repr(c)[1:-1] for c in text)
-
-
-def _is_shown(character: str) -> bool:
   # Python counts the no-break spaces as not printable.
-  return character.isprintable() or unicodedata.category(character) == "Zs"
+  shown = {c for c in text if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"}
+  return "".join(c if c in shown else repr(c)[1:-1] for c in text)
 
 
 _NAMES = "token|secret|password|credential|signature|key|sig"

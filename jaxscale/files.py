@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -382,6 +382,12 @@ def write_json(path: Path, value: Any) -> None:
   This also holds after a power failure, since runs cannot resume without some of these files.
   """
   replace_text(path, json.dumps(value, indent=2) + "\n", durable=True)
+
+
+def append_json_line(path: Path, line: Mapping[str, Any]) -> None:
+  """Append a line to a file of JSON lines, without following links."""
+  with open(open_to_append(path), "a") as file:
+    file.write(json.dumps(line) + "\n")
 
 
 def replace_text(path: Path, text: str, *, durable: bool = False) -> None:

@@ -15,25 +15,17 @@ train/              the workdir: metrics, checkpoints (trials/TASK in a sweep)
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxscale.config.validation import nearest
 from jaxscale.errors import ConfigError, invalid, remedy_for
-from jaxscale.files import (
-  expand,
-  open_to_append,
-  read_json_lines,
-  replace_text,
-  require_json,
-  write_json,
-)
+from jaxscale.files import expand, read_json_lines, replace_text, require_json, write_json
 from jaxscale.jobs.spec import SHAPE, JobSpec, from_json, to_json
 from jaxscale.owners import user_name
 from jaxscale.run.goodput import Goodput, goodput, is_time, read_activities
@@ -279,12 +271,6 @@ def unsubmitted(runs: str) -> list[str]:
 def all_studies(runs: str) -> list[str]:
   """Return the names of all scaling studies."""
   return [p.parent.name for p in directory(runs).glob("*/scaling.json")]
-
-
-def append_line(path: Path, line: Mapping[str, Any]) -> None:
-  """Append a line to a file of JSON lines."""
-  with open(open_to_append(path), "a") as file:
-    file.write(json.dumps(line) + "\n")
 
 
 def last_job(folder: str | Path, task: int | None = None) -> str:

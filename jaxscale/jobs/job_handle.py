@@ -21,7 +21,7 @@ from jaxscale.config.config_file import check_not_loading
 from jaxscale.config.loading import load_config, override, recorded_run
 from jaxscale.config.packaged import locate
 from jaxscale.errors import ConfigError, invalid
-from jaxscale.files import open_to_append, write_json
+from jaxscale.files import append_json_line, open_to_append, write_json
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs, sweeps
 from jaxscale.jobs.executors import EXECUTORS, choose
@@ -200,7 +200,7 @@ def launch(prepared: Prepared, after: Job | None = None) -> Job:
 def _submit(spec: JobSpec, tasks: Sequence[int] | None, after: Job | None) -> None:
   number = EXECUTORS[spec.executor].submit(spec, tasks, after.folder if after else None)
   line = {"job": number, "executor": spec.executor, "time": round(time.time(), 3)}
-  folders.append_line(Path(spec.folder, "submissions.jsonl"), line | {"tasks": tasks})
+  append_json_line(Path(spec.folder, "submissions.jsonl"), line | {"tasks": tasks})
 
 
 def submit(config: str | Config, **options: Any) -> Job:

@@ -23,10 +23,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from jaxscale import files
 from jaxscale.cluster import local_launch
 from jaxscale.cluster.schedulers import SCHEDULERS
 from jaxscale.errors import EXIT_USER, ConfigError, invalid
-from jaxscale.files import open_to_append, read_json, read_json_lines, readable_text, whole_number
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import logs
 from jaxscale.jobs import spec as specs
@@ -110,7 +110,7 @@ def is_alive(folder: Path) -> bool:
 
 def _recorded(folder: Path, file: str) -> list[tuple[int, int]]:
   """Return ID and start of the recorded processes that still run on this machine."""
-  lines = read_json_lines(folder / file, None, {"pid": int, "born": int, "host": str})
+  lines = files.read_json_lines(folder / file, None, {"pid": int, "born": int, "host": str})
   own = [x for x in lines if x["host"] == socket.gethostname() and x["pid"] > 1]
   # A process that is just ending has no command line, but for a moment still its start.
   return [(x["pid"], x["born"]) for x in own if _born(x["pid"]) == x["born"] and _words(x["pid"])]
@@ -118,7 +118,7 @@ def _recorded(folder: Path, file: str) -> list[tuple[int, int]]:
 
 def _words(pid: int) -> list[str]:
   """Return the command line of a process; [] if it is ending or has ended."""
-  return [word for word in readable_text(Path(f"/proc/{pid}/cmdline")).split("\0") if word]
+  return [word for word in files.readable_text(Path(f"/proc/{pid}/cmdline")).split("\0") if word]
 
 
 def _names(words: Sequence[str], folder: Path) -> bool:
@@ -171,7 +171,7 @@ def _record_process(path: Path, pid: int) -> None:
 def _record(path: Path, line: Mapping[str, Any]) -> None:
   """Append a line; a full disk must not end a supervisor with running processes."""
   try:
-    folders.append_line(path, line)
+    files.append_json_line(path, line)
   except OSError as e:
     with contextlib.suppress(OSError):
       print(f"{path}: {e.strerror}; lost: {json.dumps(line)}", flush=True)
@@ -232,8 +232,8 @@ def _run_trial(spec: JobSpec, job: str, task: int, stop: threading.Event) -> Non
 
 def newest_step(workdir: Path) -> int | None:
   """Return the step of the newest checkpoint."""
-  steps = [whole_number(p.name) for p in workdir.glob("checkpoints/*")]
-  copy = read_json(workdir / "checkpoints" / "local.json", {"step": int})
+  steps = [files.whole_number(p.name) for p in workdir.glob("checkpoints/*")]
+  copy = files.read_json(workdir / "checkpoints" / "local.json", {"step": int})
   steps.append(copy.get("step"))  # of copies on the nodes (checkpoint/node_copies.py)
   return max((step for step in steps if step is not None), default=None)
 
@@ -251,7 +251,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
     words = ["bash", f"{spec.folder}/{SCRIPT}", *command.split(), *settings]
     env = {**inherited, **variables}
     options: dict[str, Any] = dict(cwd=spec.cwd, env=env, stdin=subprocess.DEVNULL)
-    with open(open_to_append(spec.log_file(job, task, rank)), "a") as file:
+    with open(files.open_to_append(spec.log_file(job, task, rank)), "a") as file:
       process = subprocess.Popen(words, **options, stdout=file, stderr=subprocess.STDOUT)
     _record_process(Path(spec.folder, "processes.jsonl"), process.pid)
     return process
@@ -265,7 +265,7 @@ def _run_once(spec: JobSpec, job: str, task: int, stop: threading.Event) -> int:
     last = "".join(logs.last([("", spec.log_file(job, task, rank))], 1))
     line = f"error: process {rank} failed first (exit code {code}): {last}\n"
     batch = spec.log_file(job, task, "batch")
-    with contextlib.suppress(OSError), open(open_to_append(batch), "a") as file:
+    with contextlib.suppress(OSError), open(files.open_to_append(batch), "a") as file:
       file.write(line)
   return code
 
@@ -278,7 +278,7 @@ def main(argv: list[str]) -> None:
     os._exit(0)
   os.setsid()
   _record_process(Path(folder, "supervisor.jsonl"), os.getpid())
-  with open(open_to_append(Path(folder, "logs", f"{job}.batch.out")), "a") as output:
+  with open(files.open_to_append(Path(folder, "logs", f"{job}.batch.out")), "a") as output:
     for stream in (1, 2):
       os.dup2(output.fileno(), stream)
   supervise(spec, job, [int(t) for t in tasks], after)

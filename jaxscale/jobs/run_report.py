@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxscale.jobs.measured import SUMMARY, NotBegunError, finite, locate, resumed_text, windows
 from jaxscale.jobs.spec import ASKED_CODES
-from jaxscale.metrics import read_json, read_metrics, text
+from jaxscale.metrics import read_json, read_json_lines, read_metrics, text
 from jaxscale.metrics.scoring import best_of, signed
 from jaxscale.run import provenance
+from jaxscale.run.settings import DECISIONS
 
 _CURVE, _BLOCKS = 24, "▁▂▃▄▅▆▇█"
 _PROBLEMS = ("skipped_steps", "rolled_back", "damaged_examples")
@@ -40,6 +41,7 @@ def describe(path: Path) -> str:
   values, rates = finite(summary), windows(lines)
   notes = [f"speed: {statistics.median(rates):,.0f} examples/s (median)"] if rates else []
   notes += [f"time: {run.goodput}"] * (run.goodput is not None)
+  notes += _batch_sizes(run.workdir, lines)
   problems = [f"{n.replace('_', ' ')}: {values[n]:,g}" for n in _PROBLEMS if values.get(n)]
   ends = [x for x in run.events if x["event"] == "end" and x["code"]]
   # Do not list a preemption as a problem if its job starts again.
@@ -57,6 +59,17 @@ def describe(path: Path) -> str:
   wrapped = [textwrap.fill(note, 80, subsequent_indent="  ") for note in notes]
   table = text.table(*metric_table(lines, _best_metric(run.workdir, summary)), left=(0, 3))
   return "\n".join([f"{run.name}: {state}", "", table, "", *wrapped])
+
+
+def _batch_sizes(workdir: Path, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+  """Yield each change of the batch size, and the last decision, which may be to keep it."""
+  shape = {"step": int, "batch_size": int, "why": str}
+  decided = {x["step"]: x for x in read_json_lines(workdir / DECISIONS, None, shape)}
+  sizes = {x["step"] - 1: x["growth/batch_size"] for x in lines if "growth/batch_size" in finite(x)}
+  sizes |= {step: decided[step]["batch_size"] for step in [*decided][-1:]}
+  for step, size in sorted(sizes.items()):
+    why = f": {decided[step]['why']}" if step in decided else ""
+    yield f"batch size: {size:,g} after step {step:,}{why}"
 
 
 def _best_metric(workdir: Path, summary: Mapping[str, Any]) -> str | None:

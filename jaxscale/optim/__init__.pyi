@@ -20,7 +20,6 @@ from .masks import timm_kernels as timm_kernels
 from .matrices import MatrixState as MatrixState
 from .matrices import init_matrices as init_matrices
 from .matrices import map_matrices as map_matrices
-from .matrices import matrix_rows as matrix_rows
 from .momentum import MomentumState as MomentumState
 from .momentum import scale_by_rate_and_momentum as scale_by_rate_and_momentum
 from .momentum import sgd as sgd

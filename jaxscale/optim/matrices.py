@@ -25,10 +25,10 @@ State of a matrix that stays with its owner, such as the preconditioners of SOAP
 
 It is a `MatrixState`: for every shape of matrices, arrays [rows, ...] with one row per matrix.
 Under a layout the first dim is sharded over all devices, each device has the same number of rows,
-and rows without a matrix are 0. `matrix_rows` tells which matrix a row belongs to, which depends
-on the layout; a checkpoint records it, so that another layout restores each matrix's row. On
-several devices the state needs a `parallel.Layout`, which a run has if `has_matrix_state = True`
-is set in the class of its optimizer.
+and rows without a matrix are 0. `MatrixState.rows` tells which matrix a row belongs to, which
+depends on the layout; a checkpoint records it, so that another layout restores each matrix's row.
+On several devices the state needs a `parallel.Layout`, which a run has if `has_matrix_state =
+True` is set in the class of its optimizer.
 """
 
 from __future__ import annotations
@@ -187,13 +187,6 @@ def init_matrices(
 
   fixed = tuple((key, tuple(names)) for key, names in _DEALER.get().rows(leaves, cost).items())
   return MatrixState({key: stack(key, names) for key, names in fixed}, fixed)
-
-
-def matrix_rows(
-  tree: Any, *, stacked: Mask | Any | None = None, cost: Cost = cubic
-) -> Mapping[str, list[str]]:
-  """Return the name of the matrix in each row of a `MatrixState`, by shape; "" for none."""
-  return _DEALER.get().rows(leaves_of(tree, stacked), cost)
 
 
 def saved_rows(state: Any) -> dict[str, list[str]]:

@@ -81,8 +81,8 @@ def search(
   return best
 
 
-def choose(branches: Branches) -> tuple[int, dict[str, float]]:
-  """Return the batch size of the next steps, and the numbers that the choice is based on.
+def choose(branches: Branches) -> tuple[int, str, dict[str, float]]:
+  """Return the batch size of the next steps, why, and the numbers that the choice is based on.
 
   All processes call it at the start of a phase. A choice is logged in one line, a trial too.
 
@@ -91,10 +91,10 @@ def choose(branches: Branches) -> tuple[int, dict[str, float]]:
   """
   if isinstance(branches.experiment.config.phases, Growing):
     return _grow(branches)
-  return _choose_by_trials(branches), {}
+  return _choose_by_trials(branches), "by trials", {}
 
 
-def _grow(branches: Branches) -> tuple[int, dict[str, float]]:
+def _grow(branches: Branches) -> tuple[int, str, dict[str, float]]:
   experiment, state = branches.experiment, branches.state
   config, derived, step = experiment.config, experiment.derived, int(state.step)
   settings, size = config.phases, experiment.phase.batch_size
@@ -114,7 +114,7 @@ def _grow(branches: Branches) -> tuple[int, dict[str, float]]:
   grows, why, values = cluster.from_leader((bool(grows), str(why), values))
   text = f"grows from {size:,} to {larger:,}" if grows else f"stays {size:,}"
   logger.info(f"step {step}  batch size {text}: {why}")
-  return (larger if grows else size), values
+  return (larger if grows else size), why, values
 
 
 def _choose_by_trials(branches: Branches) -> int:

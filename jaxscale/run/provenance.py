@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 from jaxscale.cluster import gpu_settings
 from jaxscale.errors import hide_credentials
-from jaxscale.files import open_to_append, output_of, read_json_lines
+from jaxscale.files import append_json_line, output_of, read_json_lines
 
 _PACKAGE = Path(__file__).absolute().parent.parent
 FILE = "starts.jsonl"  # in the workdir, one line per start of the run
@@ -64,9 +63,7 @@ def record_start(workdir: Path, devices: str, accepted: Sequence[str] = ()) -> N
   start["command"] = command()
   if accepted:
     start["accepted_changes"] = list(accepted)
-  line = json.dumps(start | environment()) + "\n"
-  with open(open_to_append(workdir / FILE), "a") as file:
-    file.write(line)
+  append_json_line(workdir / FILE, start | environment())
 
 
 def last_start(workdir: Path, hosts: str = "") -> str:

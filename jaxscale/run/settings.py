@@ -16,6 +16,7 @@ from jaxscale.metrics.text import listed, plural
 # The names for --config.callbacks= and phases.when= (HOMES in config/choice.py lists this).
 __all__ = ["AtExamples", "ByBranch", "ByNoiseScale", "BySchedule"]
 __all__ += ["EarlyStopping", "LearningRateFinder", "SampleWriter"]
+DECISIONS = "growth.jsonl"  # in the workdir: one line per decision on the batch size
 
 
 class EarlyStopping(Callback):

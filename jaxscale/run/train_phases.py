@@ -11,6 +11,7 @@ from jaxscale import cluster, data, metrics
 from jaxscale.cluster.watch.stop_consensus import StopRequested
 from jaxscale.experiment import build
 from jaxscale.experiment.phases import Phase, examples_at, phase_index
+from jaxscale.files import append_json_line
 from jaxscale.mesh import host_shard
 from jaxscale.metrics.log import logger
 from jaxscale.run import adaptive_batch, hooks
@@ -18,6 +19,7 @@ from jaxscale.run.branches import Branches
 from jaxscale.run.efficiency import read_program
 from jaxscale.run.gc_pause import resume_gc
 from jaxscale.run.run import Run
+from jaxscale.run.settings import DECISIONS
 from jaxscale.run.step_compiler import StepCompiler, in_background
 from jaxscale.training import loop
 from jaxscale.training.types import Batch, TrainState, TrainStep
@@ -129,12 +131,18 @@ def _choose(run: Run, experiment: build.Experiment, state: TrainState) -> tuple[
   chosen = tuple(cluster.from_leader(adaptive_batch.read_chosen(workdir)))
   chosen = chosen or (experiment.config.batch_size,)
   with run.reporter.pause():
-    size, values = adaptive_batch.choose(Branches(*parts))
+    size, why, values = adaptive_batch.choose(Branches(*parts))
+  finite = {name: x for name, x in values.items() if math.isfinite(x)}
+  decision = {"step": step, "batch_size": size, "why": why, "values": finite}
   chosen += (size,)
-  # A resumed run reads this choice and needs no second trial.
-  write = functools.partial(metrics.write_json, workdir / adaptive_batch.FILE, chosen)
+
+  def write() -> None:
+    append_json_line(workdir / DECISIONS, decision)
+    # A resumed run reads this choice and needs no second trial.
+    metrics.write_json(workdir / adaptive_batch.FILE, chosen)
+
   cluster.on_leader(write, "batch sizes")
-  if finite := {name: x for name, x in values.items() if math.isfinite(x)}:
+  if finite:
     run.reporter.write(step + 1, "growth", finite)
   return chosen
 

@@ -29,6 +29,7 @@ from jaxscale.metrics.text import plural
 from jaxscale.run import adaptive_batch, goodput, model_files, nan_policy, tracking
 from jaxscale.run.identity import SHAPE as IDENTITY
 from jaxscale.run.identity import Change, changes, other_environment
+from jaxscale.run.settings import DECISIONS
 
 # Settings that may change when a run resumes: where it runs and what it records.
 _NOT_IDENTITY = """mesh layout compilation compiler_options compiler_preset
@@ -296,7 +297,7 @@ def forget_unsaved(workdir: Path, config: Any) -> None:
   described = read_json(path, _RUN)  # empty if the file is damaged
   if not described or any(_setting_changes(described, config)):
     decided = adaptive_batch.FILE, nan_policy.FILE, tracking.FILE, "summary.json"
-    for name in (*decided, goodput.FILE):
+    for name in (*decided, DECISIONS, goodput.FILE):
       (workdir / name).unlink(missing_ok=True)
 
 

@@ -60,8 +60,8 @@ def check_source(
   if naming == "timm" and fields is not None and not is_timm_config(fields):
     fields = None  # the config.json of a run
   if fields is None:
-    where, own = Path(path), _own_settings(Path(path))
-    if own is None:
+    written = read_metadata(where := Path(path)).get("model", "")  # by `jaxscale export`
+    if (own := next(iter(json_objects([written])), None)) is None:
       return [] if naming == "jaxscale" else [f"{path}: {_UNKNOWN}"]
     problems = _own_differences(own, model, _UNSEEN)
     outcome = Comparison(problems, _own_differences(own, model, _POSITIONS))
@@ -74,11 +74,6 @@ def check_source(
   if outcome.problems:
     raise ConfigError(f"{where}: belongs to a different model: {'; '.join(outcome.problems)}")
   return [f"{where}: {note}" for note in outcome.notes]
-
-
-def _own_settings(path: Path) -> dict[str, Any] | None:
-  """Return the model settings that `jaxscale export` wrote into a file; None if there are none."""
-  return next(iter(json_objects([read_metadata(path).get("model", "")])), None)
 
 
 def _own_differences(saved: dict[str, Any], model: Any, fields: Collection[str]) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.errors import ConfigError
-from jaxscale.jobs import folder as folders
+from jaxscale.files import append_json_line
 from jaxscale.jobs import slurm_executor, spec, status
 from jaxscale.jobs.spec import QueueEntry
 from jaxscale.metrics import read_json_lines
@@ -20,7 +20,7 @@ def queued(state, **changes):
 def write_events(run, *events):
   for event, job, code, next_ in events:
     line = {"event": event, "job": job, "restarts": 1, "nodes": 4, "code": code}
-    folders.append_line(run.events_file(0), line | {"next": next_, "time": 0})
+    append_json_line(run.events_file(0), line | {"next": next_, "time": 0})
 
 
 START, DONE = ("start", "7", 0, ""), ("end", "7", 0, "stop")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxscale.jobs.folder import append_line, write_spec
+from jaxscale.files import append_json_line
+from jaxscale.jobs.folder import write_spec
 from jaxscale.jobs.measured import NotBegunError
 from jaxscale.jobs.run_report import describe
 from jaxscale.metrics import plot_metrics
@@ -67,12 +68,12 @@ def test_a_preempted_job_that_restarts_is_not_a_problem(tmp_path):
   write_spec(job, ("job.sbatch", ""))
   path = workdir(tmp_path / "r" / "train", *LINES)
   start = dict(commit=None, changed=[], host="n1", command="train")
-  append_line(path / "starts.jsonl", start)
+  append_json_line(path / "starts.jsonl", start)
   ends = [(85, "requeue"), (86, "requeue"), (85, "stop"), (143, "requeue"), (85, "stop")]
   for number, (code, then) in enumerate(ends):
     event = dict(job=str(number), restarts=0, nodes=2, hosts="n[1-2]")
-    append_line(job.events_file(0), event | dict(event="start", code=0, next=""))
-    append_line(job.events_file(0), event | dict(event="end", code=code, next=then))
+    append_json_line(job.events_file(0), event | dict(event="start", code=0, next=""))
+    append_json_line(job.events_file(0), event | dict(event="end", code=code, next=then))
   report = " ".join(describe(tmp_path / "r").split())
   assert "stops: 3 on request, requeued or resumed" in report
   failed = "job 1 ended with exit code 86 (requeue); job 4 ended with exit code 85 (stop)"
@@ -90,7 +91,7 @@ def test_a_run_of_one_logged_step_draws_points(tmp_path):
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"step": {}}', "\0" * 99, "[" * 9999])
 def test_damaged_records_are_left_out(tmp_path, content):
   path = workdir(tmp_path / "r", *LINES)
-  for name in ("config.json", "summary.json", "activity.jsonl", "starts.jsonl"):
+  for name in ("config.json", "summary.json", "activity.jsonl", "starts.jsonl", "growth.jsonl"):
     (path / name).write_text(content)
   assert describe(path).startswith("r: at step 30, no summary.json yet\n")
   (path / "metrics.jsonl").write_text(content)

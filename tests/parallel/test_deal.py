@@ -15,7 +15,7 @@ from jaxscale import config as cfg
 from jaxscale import hlo
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
-from jaxscale.optim import init_matrices, map_matrices, matrix_rows
+from jaxscale.optim import init_matrices, map_matrices
 from jaxscale.optim.matrices import Leaf, cubic, dealt_by, is_dealt
 from jaxscale.parallel import deal, make_layout
 from jaxscale.parallel.deal import make_dealer
@@ -125,8 +125,7 @@ def test_state_stays_with_the_owner_of_its_matrix(name):
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), jax.device_get(result), total
   )
 
-  with dealt_by(make_dealer(layout)):
-    rows = matrix_rows(layout.shapes, **how)
+  rows = dict(state.rows)
   names = sorted(n for of_shape in rows.values() for n in of_shape if n)
   kinds = [f"layers/{k}/{i}" for k in SHAPES["layers"] for i in range(4)]
   assert names == sorted([*kinds, "head"])

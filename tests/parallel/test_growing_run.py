@@ -9,6 +9,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale import metrics
 from jaxscale.config.loading import load_config
+from jaxscale.jobs.run_report import describe
 from jaxscale.run import train_phases
 from jaxscale.run.branch_study import branch_study
 from jaxscale.run.fit import fit
@@ -49,6 +50,9 @@ def test_seesaw_is_the_run_of_its_phases_bit_for_bit(tmp_path, capsys):
   assert_same_bits(grown.state, fixed.state)
   total = described["derived"]["total_steps"]
   why = "the schedule has divided its learning rate by phases.factor again"
+  reported = [x for x in describe(tmp_path / "a").splitlines() if "batch size" in x]
+  changes = [f"batch size: {p['batch_size']} after step {p['start']}" for p in phases[1:]]
+  assert reported == changes
   lines = [line for line in printed.splitlines() if "batch size is now" in line]
   assert len(lines) == 2 and all(
     line.endswith(f"follow=sqrt); {total} steps in all: {why}") for line in lines
@@ -86,6 +90,11 @@ def test_a_rule_of_ones_own_decides(tmp_path, capsys):
   ]
   events = [x for x in metrics.read_metrics(tmp_path / "a/metrics.jsonl") if "growth/larger" in x]
   assert [x["step"] for x in events] == [13, 24] and all(x["growth/larger"] > 0 for x in events)
+  first, second = metrics.read_json_lines(tmp_path / "a/growth.jsonl")
+  assert first["values"] == {"larger": events[0]["growth/larger"]}
+  assert second == first | {"step": 23, "batch_size": 128, "values": second["values"]}
+  reported = [x for x in describe(tmp_path / "a").splitlines() if "batch size" in x]
+  assert reported == ["batch size: 128 after step 23: 128 is as good"]
   assert json.loads((tmp_path / "a" / "batch_sizes.json").read_text()) == [64, 64, 128]
   assert grown.summary["batch_sizes"] == {"0": 64, "23": 128}
   explicit = cfg.Phases(epochs=(0.0, 1.0), batch_sizes=(64, 128), follow="sqrt")

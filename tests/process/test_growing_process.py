@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from jaxscale.files import read_json_lines
 from support.commands import error_line, jaxscale, run_train, trained
 from support.configs import settings
 from support.paths import ROOT
@@ -84,6 +85,8 @@ def test_kills_around_a_growth_leave_no_trace(tmp_path):
   assert "from 128 to 256" in line and "copies trained on the same 1,024 examples" in line
   chosen = [json.loads((w / "batch_sizes.json").read_text()) for w in (workdir, whole)]
   assert chosen == [[64, 128, 256]] * 2
+  decided = [read_json_lines(w / "growth.jsonl") for w in (workdir, whole)]
+  assert decided[0] == decided[1] and [x["batch_size"] for x in decided[0]] == [128, 256]
   assert_same_bits(final_state(workdir), final_state(whole))
   assert events(workdir) == events(whole)
 

@@ -9,6 +9,7 @@ import pytest
 from jaxscale import jobs
 from jaxscale.cli import main
 from jaxscale.errors import ConfigError
+from jaxscale.files import append_json_line
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import measured, scaling_report
 from jaxscale.jobs.measured import MeasuredRun
@@ -101,7 +102,7 @@ def test_events_have_the_nodes_of_the_last_start(tmp_path):
   for time, nodes in ((1000, 4), (2000, 3)):
     event = {"event": "start", "time": time, "nodes": nodes, "hosts": "n[1-3]"}
     event |= {"job": "7", "restarts": 0, "code": 0, "next": ""}
-    folders.append_line(job.events_file(0), event)
+    append_json_line(job.events_file(0), event)
   found = measured.read(path)
   assert (found.nodes, found.hosts, found.rates) == (3, "n[1-3]", (20.0,) * 3)
 

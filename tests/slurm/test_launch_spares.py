@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxscale.jobs import folder as folders
+from jaxscale.files import append_json_line
 from jaxscale.jobs import slurm_executor
 from jaxscale.metrics import read_json_lines
 from support import commands
@@ -123,7 +123,7 @@ def test_moves_count_as_restarts_also_those_before_a_requeue(tmp_path):
   events.mkdir(parents=True)
   for job in "73":
     old = {"event": "move", "job": job, "restarts": 1, "code": 1}
-    folders.append_line(events / "0.jsonl", old)
+    append_json_line(events / "0.jsonl", old)
   does = f"[ $n = 1 ] && {GONE} && exit 1; exit 86"
   done, steps, lines, again = run_script(tmp_path, does, requeue=2)
   assert (done.returncode, steps) == (86, ["n2,n3", "n1,n3"])

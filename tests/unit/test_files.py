@@ -19,8 +19,7 @@ from jaxscale.config.record import from_plain
 from jaxscale.data import partial_jpeg, stream, tfrecord
 from jaxscale.data.tokenizer import byte_tokenizer
 from jaxscale.errors import ConfigError
-from jaxscale.files import open_to_append, read_bytes, replacing, write_json
-from jaxscale.jobs import folder as folders
+from jaxscale.files import append_json_line, open_to_append, read_bytes, replacing, write_json
 from jaxscale.metrics import plot
 from jaxscale.run import provenance
 from jaxscale.run.workdir import claim_workdir
@@ -72,7 +71,7 @@ def test_what_is_appended_is_not_appended_to_another_file(tmp_path, victim):
   (tmp_path / provenance.FILE).symlink_to(victim)
   for append, *arguments in (
     (open_to_append, tmp_path / "link"),
-    (folders.append_line, tmp_path / "link", {}),
+    (append_json_line, tmp_path / "link", {}),
     (provenance.record_start, tmp_path, "8 x cpu"),
   ):
     with pytest.raises(OSError, match="symbolic links"):

@@ -14,6 +14,7 @@ import pytest
 from jaxscale import cli
 from jaxscale.cluster import session
 from jaxscale.cluster.watch import watch as watches
+from jaxscale.files import append_json_line
 from jaxscale.jobs import folder as folders
 from jaxscale.jobs import status
 from jaxscale.run import activity as activities
@@ -319,12 +320,12 @@ def write_run(folder, executor="slurm", trials=()):
   workdir = run.workdir(len(trials) - 1 if trials else 0)
   workdir.mkdir(parents=True)
   (folder / "events").mkdir()
-  folders.append_line(folder / "submissions.jsonl", {"job": "7", "time": 100.5, "tasks": None})
+  append_json_line(folder / "submissions.jsonl", {"job": "7", "time": 100.5, "tasks": None})
   job, task = ("7_1", 1) if trials else ("7", 0)
   events = [("start", 110, ""), ("end", 135, "requeue"), ("start", 141, ""), ("end", 160, "stop")]
   for event, at, next_ in events:
     line = {"event": event, "job": job, "restarts": 0, "nodes": 1, "code": 0}
-    folders.append_line(run.events_file(task), line | {"next": next_, "time": at})
+    append_json_line(run.events_file(task), line | {"next": next_, "time": at})
   lines = [Activity(112.0, 134.0, 22, [0], {"step": 22.0})]
   lines += [Activity(144.0, 159.0, 30, [15], {"step": 15.0}, done=True)]
   put_lines(workdir, *(line._asdict() for line in lines))
