@@ -188,7 +188,7 @@ def main() -> None:
   if args.before:
     sides["Muon before"] = "Muon", args.before
   if args.time:
-    chosen = {n: s for n, s in sides.items() if n in ("AdamW", "Muon", "Muon before")}
+    chosen = {n: s for n, s in sides.items() if n in ("AdamW", "Muon", "SOAP", "Muon before")}
     report("matrix_optimizers", **kept | {"ms_two_processes": times_of(chosen)})
     return None
   for name, (optimizer, folder) in sides.items():

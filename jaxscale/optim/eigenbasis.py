@@ -180,8 +180,7 @@ def scale_by_soap(
       is_short = n <= max_precond_dim
       return Side(jnp.zeros((n, n), dtype), jnp.eye(n, dtype=dtype)) if is_short else None
 
-    zeros = jnp.zeros(shape, dtype)
-    return Moments(zeros, zeros, *map(side, shape))
+    return Moments(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), *map(side, shape))
 
   def init(params: Any):
     moments = init_matrices(start, params, **dealt)
@@ -242,8 +241,7 @@ def _power_iteration(s: Moments) -> Moments:
       return side, nu
     image = side.mean @ side.basis
     order = jnp.argsort(-jnp.sum(side.basis * image, axis=1))[:, None]
-    image = jnp.take_along_axis(image, order, axis=2)
-    basis = jnp.linalg.qr(image)[0]
+    basis = _one_by_one(lambda x: jnp.linalg.qr(x)[0], jnp.take_along_axis(image, order, axis=2))
     return side._replace(basis=basis), jnp.take_along_axis(nu, order.mT, axis=1)
 
   left, nu = sides(s.left, s.nu)
@@ -261,9 +259,19 @@ def _eigenvectors(s: Moments) -> Moments:
   rank = min(s.mu.shape[1:])
 
   def side(x: Side):
-    basis = jnp.linalg.eigh(x.mean)[1][:, :, ::-1]
+    basis = _one_by_one(lambda x: jnp.linalg.eigh(x)[1], x.mean)[:, :, ::-1]
     if basis.shape[-1] > rank:
-      basis = jnp.linalg.qr(basis[:, :, :rank], mode="complete")[0]
+      basis = _one_by_one(lambda x: jnp.linalg.qr(x, mode="complete")[0], basis[:, :, :rank])
     return x._replace(basis=basis)
 
   return s._replace(left=s.left and side(s.left), right=s.right and side(s.right))
+
+
+def _one_by_one(decompose: Any, x: jax.Array) -> jax.Array:
+  """Apply `decompose` to each of the matrices [k, m, n], on a CPU one after another.
+
+  There, a batch waits on one thread of XLA's pool for the others of that pool. If as many batches
+  as there are threads begin at once, all wait forever (jaxlib 0.10.2, `jax::ParallelBatchMap`).
+  """
+  one_by_one = functools.partial(jax.lax.map, decompose)
+  return jax.lax.platform_dependent(x, cpu=one_by_one, default=jax.vmap(decompose))

@@ -1,5 +1,7 @@
 """SOAP against the equations of arXiv:2409.11321 in float64 numpy, and its state."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -192,3 +194,13 @@ def test_memory_is_that_of_the_paper():
   m, n = 24, 5
   assert sum(x.size for x in arrays) == 2 * m * n + 2 * m * m + 2 * n * n
   assert isinstance(optax.tree.get(state, "has_basis"), jax.Array)
+
+
+def test_on_a_cpu_lapack_gets_one_matrix_at_a_time():
+  """A batch waits for other threads of XLA's pool: two of them hung on two cores."""
+  params = {"w": jnp.ones((4, 32, 24)), "tall": jnp.ones((4, 48, 8))}
+  tx = optim.soap(1e-3, stacked="w|tall")
+  state = jax.eval_shape(tx.init, params)
+  program = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+  calls = re.findall(r"= \(?\w+\[([\d,]*)\]\S* .*custom_call_target=\"lapack_\w+\"", program)
+  assert calls and all(dims.count(",") == 1 for dims in calls), calls
