@@ -12,7 +12,9 @@ Inside the train step `map_matrices` sends every matrix to one device, its *owne
 all-to-all, calls the function there with a stack of k matrices of one shape, and sends the results
 back by another all-to-all (`parallel.deal`). Elsewhere it calls the function with the matrices of
 one leaf after another. In both cases the function runs on one device and has no collectives. It may
-use traced values from outside, such as a learning rate, if they are the same on all devices.
+use traced values from outside, such as a learning rate, if they are the same on all devices. On
+a CPU it should decompose one matrix at a time (`jax.lax.map`): batches of LAPACK's that begin at
+once may wait for each other forever (`optim.eigenbasis`).
 
 State of a matrix that stays with its owner, such as the preconditioners of SOAP, is created by
 `init_matrices` and given to `map_matrices`:
