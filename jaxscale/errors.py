@@ -218,8 +218,6 @@ def printable(text: str, keep: str = "") -> str:
     >>> print(printable("a\x1b[2Jb\nc"))
     a\x1b[2Jb\nc
   """
-  if text.isprintable():
-    return text
   # Python counts the no-break spaces as not printable.
   shown = {c for c in text if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"}
   return "".join(c if c in shown else repr(c)[1:-1] for c in text)

@@ -59,6 +59,9 @@ class TrackerSource(NamedTuple):
 
 
 Line = Mapping[str, Any]  # of metrics.jsonl: "step", "time" and values by name
+# One tracker opens at a time: `ast.parse` of CPython 3.11, which imports of trackers call, fails
+# in two threads at once ("AST constructor recursion depth mismatch").
+_opens = threading.Lock()
 
 
 class BackgroundTracker:
@@ -100,9 +103,8 @@ class BackgroundTracker:
       return
     self._thread.join(max(self._deadline - time.monotonic(), 0))
     if not self._is_finished:
-      late = ""
-      if self._thread.is_alive():
-        late = f" in {self._flush_s:g} s"
+      late = f" in {self._flush_s:g} s" if self._thread.is_alive() else ""
+      if late:
         self._has_complained = True  # This is its last line.
         abandon(self._thread)
       logger.warning(f"{self._source.name} did not finish{late}; {self._record} has all lines")
@@ -110,13 +112,14 @@ class BackgroundTracker:
   def _complain(self, what: str) -> None:
     if not self._has_complained:
       self._has_complained = True
-      name = self._source.name
-      logger.warning(f"{name}: {what}; training continues, and metrics.jsonl has all lines")
+      text = f"{self._source.name}: {what}; training continues, and metrics.jsonl has all lines"
+      logger.warning(text)
 
   def _run(self) -> None:
     while not self._is_finished:
       try:
-        tracker = self._source.open(logger.warning)
+        with _opens:
+          tracker = self._source.open(logger.warning)
         self._follow(tracker)
         self._is_finished = True
         if tracker.note:

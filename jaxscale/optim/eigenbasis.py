@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from jaxscale.errors import invalid
 from jaxscale.optim.adam import one_minus_power, scale_by_adam
@@ -198,7 +199,7 @@ def scale_by_soap(
     # Step 0 only sets the basis: it leaves moments and parameters as they are.
     mu, nu, moved = (jnp.where(has_basis, x, 0) for x in (mu, nu, moved))
     moments = Moments(mu, nu, averaged(s.left, g), averaged(s.right, g.mT))
-    return moved, jax.lax.switch(refresh, (lambda s: s, _power_iteration, _eigenvectors), moments)
+    return moved, lax.switch(refresh, (lambda s: s, _power_iteration, _eigenvectors), moments)
 
   def update(updates: Any, state: Any, params: Any = None):
     steps = jnp.maximum(state.count, 1)  # Step 0 moves nothing, but must not divide by 0.
@@ -267,11 +268,10 @@ def _eigenvectors(s: Moments) -> Moments:
   return s._replace(left=s.left and side(s.left), right=s.right and side(s.right))
 
 
-def _one_by_one(decompose: Any, x: jax.Array) -> jax.Array:
-  """Apply `decompose` to each of the matrices [k, m, n], on a CPU one after another.
+def _one_by_one(each: Any, x: jax.Array) -> jax.Array:
+  """Apply a function to each of the matrices [k, m, n], on a CPU one after another.
 
   There, a batch waits on one thread of XLA's pool for the others of that pool. If as many batches
   as there are threads begin at once, all wait forever (jaxlib 0.10.2, `jax::ParallelBatchMap`).
   """
-  one_by_one = functools.partial(jax.lax.map, decompose)
-  return jax.lax.platform_dependent(x, cpu=one_by_one, default=jax.vmap(decompose))
+  return lax.platform_dependent(x, cpu=functools.partial(lax.map, each), default=jax.vmap(each))
