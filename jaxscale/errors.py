@@ -219,8 +219,8 @@ def printable(text: str, keep: str = "") -> str:
     a\x1b[2Jb\nc
   """
   # Python counts the no-break spaces as not printable.
-  shown = {c for c in text if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"}
-  return "".join(c if c in shown else repr(c)[1:-1] for c in text)
+  shown = {c for c in set(text) if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"}
+  return text.translate({ord(c): repr(c)[1:-1] for c in set(text) - shown})
 
 
 _NAMES = "token|secret|password|credential|signature|key|sig"
