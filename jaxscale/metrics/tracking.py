@@ -7,6 +7,7 @@ up from metrics.jsonl, which has every line.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -60,8 +61,10 @@ class TrackerSource(NamedTuple):
 
 Line = Mapping[str, Any]  # of metrics.jsonl: "step", "time" and values by name
 # One tracker opens at a time: `ast.parse` of CPython 3.11, which imports of trackers call, fails
-# in two threads at once ("AST constructor recursion depth mismatch").
+# in two threads at once ("AST constructor recursion depth mismatch"). One that hangs keeps the
+# others waiting only so long.
 _opens = threading.Lock()
+_TURN_S = 10.0
 
 
 class BackgroundTracker:
@@ -118,7 +121,9 @@ class BackgroundTracker:
   def _run(self) -> None:
     while not self._is_finished:
       try:
-        with _opens:
+        with contextlib.ExitStack() as stack:
+          if _opens.acquire(timeout=_TURN_S):
+            stack.callback(_opens.release)
           tracker = self._source.open(logger.warning)
         self._follow(tracker)
         self._is_finished = True

@@ -30,8 +30,7 @@ class _Appender:
 
   def __init__(self, path: Path):
     self._path, self._complained = path, False
-    self._descriptor = open_to_append(path)
-    self._waiting = bytearray()
+    self._descriptor, self._waiting = open_to_append(path), bytearray()
 
   def append(self, record: bytes = b"") -> None:
     if len(self._waiting) < _MOST_WAITING:
@@ -89,9 +88,8 @@ class MetricWriter:
     except OSError as e:
       raise unwritable(workdir, e) from None
     self._tensorboard_dir = workdir / "tensorboard" if tensorboard else None
-    self._start = start
+    self._start, self._may_write = start, may_write
     self._events: _Appender | None = None
-    self._may_write = may_write
     logged = {name: line["step"] for line in kept for name in line}
     self._trackers = [BackgroundTracker(t, path, logged) for t in trackers]
 

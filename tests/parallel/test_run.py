@@ -22,6 +22,7 @@ from jaxscale.errors import NonFiniteError
 from jaxscale.experiment import build
 from jaxscale.experiment.derive import derive
 from jaxscale.mesh import make_mesh
+from jaxscale.metrics import tracking as background
 from jaxscale.run import efficiency, reporter, tracking, train_phases
 from jaxscale.run.fit import fit
 from jaxscale.run.goodput import read_activities
@@ -137,7 +138,8 @@ class Wrong(config.Tracker):
 KEPT, RELEASED = {}, threading.Event()
 
 
-def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys):
+def test_a_run_is_the_same_with_trackers(finished, tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(background, "_TURN_S", 0.01)  # One that hangs keeps nobody waiting.
   tiny, workdir = tiny_digits(), tmp_path / "a"
   trackers = (Keeps(), Hangs(flush_s=0.01), Wrong())
   log = dataclasses.replace(tiny.log, trackers=trackers)

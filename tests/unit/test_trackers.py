@@ -109,6 +109,24 @@ def test_one_that_cannot_be_opened_is_reported_once(tmp_path, error):
   assert steps_in(tmp_path) == [1, 2]
 
 
+def test_two_open_one_after_the_other(tmp_path):
+  opened, both, overlaps = [], threading.Event(), []
+
+  def fault(step):
+    if step == 0:
+      opened.append(step)
+      if len(opened) == 2:
+        both.set()
+      overlaps.append(both.wait(0.2))
+
+  fakes = Fake(fault), Fake(fault)
+  writer = metrics.MetricWriter(tmp_path, tensorboard=False, trackers=[x.source for x in fakes])
+  writer.write(1, {"train/loss": 1.0})
+  writer.close()
+  assert [fake.got for fake in fakes] == [lines(1)] * 2
+  assert overlaps == [False, True]
+
+
 def test_one_that_fails_later_gets_every_line_once(tmp_path, no_pause):
   fake = Fake(failing(1, step=2))
   printed = write(tmp_path, fake, range(1, 6))
