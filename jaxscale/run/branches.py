@@ -69,6 +69,8 @@ class Branches(NamedTuple):
       self.poll()
       copy, values = train_step(copy, batch)
       losses.append(values["loss"])
+      # Wait for the step before: the batches of steps that have not begun would take memory.
+      jax.block_until_ready(losses[-2:][0])
     return np.array([x.item() for x in losses], np.float64)
 
   def side_by_side(self, tried: Sequence[build.Experiment], steps: int) -> np.ndarray:

@@ -28,12 +28,11 @@ def check_packages(config: Config) -> None:
   Raises:
     ConfigError: a package is missing; the message says how to install it.
   """
-  for tracker in config.log.trackers:
-    if tracker.package and not is_installed(tracker.package):
-      name, package = type(tracker).__name__, tracker.package
-      missing = f"needs the package {package}, which {sys.executable} lacks"
-      remedy = f"run pip install '{tracker.install or package}', or remove the tracker"
-      raise ConfigError(f"Config.log.trackers: {name} {missing}; {remedy}")
+  for x in config.log.trackers:
+    if (package := x.package) and not is_installed(package):
+      missing = f"{type(x).__name__} needs the package {package}, which {sys.executable} lacks"
+      remedy = f"run pip install '{x.install or package}', or remove the tracker"
+      raise ConfigError(f"Config.log.trackers: {missing}; {remedy}")
 
 
 def sources(config: Config, workdir: Path) -> list[metrics.TrackerSource]:

@@ -1,6 +1,8 @@
 """When a batch grows: rules against schedules that are computed by hand, in float64."""
 
+import itertools
 import math
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from jaxscale import config as cfg
 from jaxscale.experiment.derive import derive
 from jaxscale.experiment.optimizer import phase_schedule
-from jaxscale.run.branches import compare_branches
+from jaxscale.run.branches import Branches, compare_branches
 from support.errors import config_error
 
 
@@ -142,6 +144,30 @@ NOISE = {
 def test_the_noise_scale_decides_by_its_interval(noise):
   grows, why, _ = cfg.ByNoiseScale().decide(point(noise_scale=noise))
   assert (grows, why) == (NOISE[noise][0], f"the noise scale is {NOISE[noise][1]}")
+
+
+def test_a_branch_has_two_steps_in_flight():
+  """If it had all of them, their batches would fill the memory of the devices."""
+  in_flight, most = set(), []
+
+  class Loss:
+    def __init__(self):
+      in_flight.add(self)
+      most.append(len(in_flight))
+
+    def block_until_ready(self):
+      in_flight.discard(self)
+      return self
+
+    def item(self):
+      return 0.5
+
+  config, derived = growing()
+  same = SimpleNamespace(config=config, phase=derived.phases[0])
+  same.compile_train_step = lambda: lambda state, batch: (state, {"loss": Loss()})
+  branches = Branches(same, jnp.ones(2), lambda _: itertools.repeat({}))
+  assert branches.losses(same, 9).tolist() == [0.5] * 9
+  assert max(most) == 2
 
 
 def test_a_branch_decides_with_its_standard_error():
