@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.metrics import read_json
 from support.commands import jaxscale, own_lines, trained
-from support.processes import killed_at_end, run_group, start_group, wait_until
+from support.processes import ended, killed_at_end, run_group, start_group, wait_until
 
 SMALL = ["--config.data=Synthetic", "--config.data.image_size=8", "--config.data.num_examples=3010"]
 
@@ -46,9 +46,9 @@ def test_a_prediction_that_is_asked_to_stop_leaves_no_file(tmp_path):
   with killed_at_end(*start_group(command("predict", run, *many))) as group:
     wait_until(lambda: any(to.parent.glob(".*")) if to.parent.is_dir() else False, group[0])
     group[0].send_signal(signal.SIGTERM)
-    ended = [(*p.communicate(timeout=120), p.returncode) for p in group]
-  assert [code for *_, code in ended] == [85, 85], ended
-  assert "nothing is written; to start again: " in ended[0][0]
+    found = ended(group)
+  assert [code for *_, code in found] == [85, 85], found
+  assert "nothing is written; to start again: " in found[0][0]
   assert not [*to.parent.iterdir()]
 
 

@@ -248,8 +248,8 @@ def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Ru
 
 
 @functools.cache
-def one_device(dtype="float32"):
-  return runs(Case({}), dtype, None)[0]
+def one_device():
+  return runs(Case({}), "float32", None)[0]
 
 
 def assert_same(found: Run, wanted: Run, optimizer: str, bound: float, leaf: float):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def killed_at_end(*processes):
 def start_group(command, count=2, num_devices=1, **env: str):
   """Start the processes of one run, each with its rank in the environment."""
   env |= dict(JAXSCALE_COORDINATOR=f"127.0.0.1:{free_port()}", JAXSCALE_NUM_PROCESSES=str(count))
+  env.setdefault("PYTHONFAULTHANDLER", "1")
   ranks = [child_env(num_devices, JAXSCALE_PROCESS_ID=str(i), **env) for i in range(count)]
   return [popen(*command, env=rank) for rank in ranks]
 
@@ -57,7 +59,18 @@ def start_group(command, count=2, num_devices=1, **env: str):
 def run_group(command, count=2, num_devices=1, **env: str):
   """Return (stdout, stderr, exit code) of each process of one run."""
   with killed_at_end(*start_group(command, count, num_devices, **env)) as group:
-    return [(*p.communicate(timeout=240), p.returncode) for p in group]
+    return ended(group)
+
+
+def ended(group, timeout=240):
+  """Return (stdout, stderr, exit code) of each process; of those that hang, fail with stacks."""
+  try:
+    return [(*p.communicate(timeout=timeout), p.returncode) for p in group]
+  except subprocess.TimeoutExpired:
+    for process in group:
+      process.send_signal(signal.SIGABRT)  # `start_group` has switched faulthandler on
+    texts = [f"{''.join(p.communicate())}exit code {p.returncode}" for p in group]
+    pytest.fail("a process did not end:\n" + "\n".join(texts))
 
 
 def listening(pids) -> set[tuple[str, int]]:
