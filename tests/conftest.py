@@ -36,6 +36,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 import pytest
 
+from support import commands
 from support.compiling import fast_compile_env
 from support.fixtures import own_cache, photo, reported, scontrol, shared_groups, umask  # noqa: F401
 from support.paths import ROOT
@@ -53,7 +54,6 @@ def pytest_configure(config):
   """
   if "not " in config.option.markexpr:
     os.environ.update(fast_compile_env())
-    jax.devices()  # XLA reads its flags once; `_as_users` may remove them.
 
 
 def pytest_collection_modifyitems(items):
@@ -76,12 +76,15 @@ def pytest_collection_modifyitems(items):
   items.sort(key=lambda item: place[item.path])
 
 
+def pytest_runtest_protocol(item):
+  """Before the fixtures of a test, also those of its module."""
+  commands.keeps_xla_flags = item.path.parent.name == "process"
+
+
 @pytest.fixture(autouse=True)
-def _as_users(monkeypatch, request):
+def _in_root(monkeypatch):
   """Commands and configs are named as a user names them, from the root."""
   monkeypatch.chdir(ROOT)
-  if request.path.parent.name != "process":
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,14 @@ import sys
 
 from support.paths import ROOT
 
+keeps_xla_flags = False  # whether processes compile as fast as the tests; see conftest.py
+
 
 def child_env(num_devices: int = 1, **extra: str) -> dict[str, str]:
   """Return the environment of a user's process, with simulated devices."""
   # `plan`, if a test of this process has called it, has switched JAX's cache off.
   dropped = "SLURM_", "PYTHONDONTWRITEBYTECODE", "JAX_ENABLE_COMPILATION_CACHE"
+  dropped += () if keeps_xla_flags else ("XLA_FLAGS",)
   env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
   # What another process is just writing into JAX's cache is compiled instead.
   warnings = "error,ignore:Error reading persistent compilation:UserWarning"
