@@ -218,9 +218,9 @@ def printable(text: str, keep: str = "") -> str:
     >>> print(printable("a\x1b[2Jb\nc"))
     a\x1b[2Jb\nc
   """
+  hidden = [c for c in {*text} - {*keep} if not c.isprintable()]
   # Python counts the no-break spaces as not printable.
-  shown = {c for c in set(text) if c in keep or c.isprintable() or unicodedata.category(c) == "Zs"}
-  return text.translate({ord(c): repr(c)[1:-1] for c in set(text) - shown})
+  return text.translate({ord(c): repr(c)[1:-1] for c in hidden if unicodedata.category(c) != "Zs"})
 
 
 _NAMES = "token|secret|password|credential|signature|key|sig"
