@@ -4,30 +4,22 @@ import functools
 
 import pytest
 
-from support.parity_table import LAYOUTS, OPTIMIZERS, STEPS, Case, assert_same, runs
+from support.parity_table import IN_HALF, LAYOUTS, STEPS, assert_same, one_device, runs
 from support.trees import worst_leaf
-
-# LARS has the trust ratio of LAMB, and Muon has AdamW for the embedding and the head.
-SOME = {name: OPTIMIZERS[name] for name in ("sgd", "lars", "muon, clipped")}
-
-
-@functools.cache
-def one_device():
-  return runs(Case({}), "bfloat16", None, optimizers=SOME)[0]
 
 
 @functools.cache
 def in_half(name):
   """Each step from the state of one device, and one after another."""
-  return runs(LAYOUTS[name], "bfloat16", one_device().states, None, optimizers=SOME)
+  return runs(LAYOUTS[name], "bfloat16", one_device("bfloat16").states, None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", SOME)
+@pytest.mark.parametrize("optimizer", IN_HALF)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_in_half_precision_steps_and_runs_are_those_of_one_device(name, optimizer):
   """From another state, different in the last bit, roundings fall otherwise."""
-  (each, whole), wanted = in_half(name), one_device()
+  (each, whole), wanted = in_half(name), one_device("bfloat16")
   assert_same(each, wanted, optimizer, 2e-3, 1e-2)
   for i in range(STEPS):
     loss = wanted.losses[i][optimizer]

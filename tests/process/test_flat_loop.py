@@ -9,7 +9,7 @@ import pytest
 
 from support.commands import child_env, own_lines
 from support.paths import ROOT
-from support.processes import free_port, killed_at_end, popen, wait_until
+from support.processes import ended, free_port, killed_at_end, popen, wait_until
 
 SCRIPT = ROOT / "colabs" / "flat_loop.py"
 
@@ -30,7 +30,7 @@ def started(folder, processes, devices):
 def trained(folder, processes, devices):
   """Run the script to its end; return the numbers of the lines that process 0 prints."""
   with started(folder, processes, devices) as group:
-    results = [(*process.communicate(timeout=240), process.returncode) for process in group]
+    results = ended(group)
   assert [code for *_, code in results] == [0] * processes, results
   assert not any(own_lines(out) for out, *_ in results[1:])
   found = re.findall(r"step (\d+)  loss (\S+)  validation accuracy (\S+)%", results[0][0])

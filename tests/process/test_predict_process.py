@@ -46,7 +46,7 @@ def test_a_prediction_that_is_asked_to_stop_leaves_no_file(tmp_path):
   with killed_at_end(*start_group(command("predict", run, *many))) as group:
     wait_until(lambda: any(to.parent.glob(".*")) if to.parent.is_dir() else False, group[0])
     group[0].send_signal(signal.SIGTERM)
-    found = ended(group)
+    found = ended(group, timeout=120)
   assert [code for *_, code in found] == [85, 85], found
   assert "nothing is written; to start again: " in found[0][0]
   assert not [*to.parent.iterdir()]

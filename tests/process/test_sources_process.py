@@ -8,7 +8,7 @@ import pytest
 
 import jaxscale
 from support.commands import run_python, run_train, train_command
-from support.processes import killed_at_end, start_group, wait_until
+from support.processes import ended, killed_at_end, start_group, wait_until
 from support.sources import LABELS, make_source
 from support.trees import assert_same_bits
 
@@ -45,8 +45,8 @@ def test_a_run_of_two_processes_goes_on_as_one_bit_for_bit(kind, tmp_path):
     metrics = stopped / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size, group[0])
     group[0].send_signal(signal.SIGTERM)
-    ended = [(*p.communicate(timeout=120), p.returncode) for p in group]
-  assert [code for *_, code in ended] == [85, 85], ended
+    found = ended(group, timeout=120)
+  assert [code for *_, code in found] == [85, 85], found
   done = run_train(stopped, config=str(file), num_devices=2)
   assert done.returncode == 0, done.stderr
   assert "resum" in done.stdout

@@ -8,7 +8,7 @@ import pytest
 
 from support import strangers
 from support.commands import own_lines
-from support.processes import killed_at_end, listening, start_group
+from support.processes import ended, killed_at_end, listening, start_group
 from support.two_users import needs_root
 
 attack = pytest.fixture(strangers.starter)
@@ -49,7 +49,7 @@ def end_under_attack(processes, stranger):
   teller = threading.Thread(target=tell)
   teller.start()
   with killed_at_end(*processes):
-    ends = [(*process.communicate(timeout=240), process.returncode) for process in processes]
+    ends = ended(processes)
   has_ended.set()
   teller.join()
   assert len(seen) >= 2  # the rendezvous and others

@@ -47,6 +47,10 @@ OPTIMIZERS = {
   ),
 }
 
+# LARS has the trust ratio of LAMB, and Muon has AdamW for the embedding and the head.
+IN_HALF = {name: OPTIMIZERS[name] for name in ("sgd", "lars", "muon, clipped")}
+BY_DTYPE = {"float32": OPTIMIZERS, "bfloat16": IN_HALF}
+
 
 class Case(NamedTuple):
   """A row of the table.
@@ -201,8 +205,9 @@ def together(found):
   return totals | {"examples": next(iter(found.values()))["examples"]}
 
 
-def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Run]:
+def runs(case: Case, dtype: str, *starts: Any, optimizers=None) -> list[Run]:
   """Run ten steps for each start: None, one after another, or each from a given state."""
+  optimizers = optimizers or BY_DTYPE[dtype]
   names, devices = tuple(optimizers), int(np.prod([*case.mesh.values()]))
   mesh = make_mesh(devices=jax.devices()[:devices], **case.mesh)
   stack = tiny_stack(dtype=jnp.dtype(dtype))
@@ -248,8 +253,8 @@ def runs(case: Case, dtype: str, *starts: Any, optimizers=OPTIMIZERS) -> list[Ru
 
 
 @functools.cache
-def one_device():
-  return runs(Case({}), "float32", None)[0]
+def one_device(dtype="float32"):
+  return runs(Case({}), dtype, None)[0]
 
 
 def assert_same(found: Run, wanted: Run, optimizer: str, bound: float, leaf: float):
