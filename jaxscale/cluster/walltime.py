@@ -42,7 +42,7 @@ def before_end(
         return
       later = end_time(True)
       if later is None or later <= at:
-        ask(f"walltime: {at - time.time():.0f} s are left")
+        ask(f"walltime: {max(0.0, at - time.time()):.0f} s are left")
         return
       at = later
 

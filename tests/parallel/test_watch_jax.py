@@ -45,8 +45,8 @@ LINES = {
   "kill": r"process 2 on n2 died, last seen in step \d+",
   "kill 0": r"process 0 on n0 died \(.*\), noticed in step \d+",
   "raise": r"process 2 on n2 failed in step 150 \(input\): ValueError: no such",
-  "sleep": r"process 2 on n2 hangs in step 150 \(input\) for \d s; 2 others wait",
-  "stop": r"process 2 on n2 has sent no heartbeat for \d s",
+  "sleep": r"process 2 on n2 hangs in step 150 \(input\) for \d+ s; 2 others wait",
+  "stop": r"process 2 on n2 has sent no heartbeat for \d+ s",
   "exit": r"process 2 on n2 exited after step 150 while others continue",
 }
 
@@ -70,7 +70,7 @@ def test_all_leave_soon_and_name_the_culprit(family, tmp_path, fault):
   others = [p for p in processes if p is not victim]
   errors = [p.communicate(timeout=300)[1] for p in others]
   seconds = time.monotonic() - began
-  assert seconds < 50  # JAX's own exit barrier takes 300 s
+  assert seconds < 200  # JAX's own exit barrier takes 300 s
   assert any(re.search(LINES[fault], error) for error in errors), errors
   assert {p.returncode for p in others} == {86 if fault in ("sleep", "stop") else 1}, errors
   for rank in range(1 if victim is processes[0] else 0, 2):

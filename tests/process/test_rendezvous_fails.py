@@ -186,15 +186,19 @@ def test_other_config_on_one_rank(start):
 
 def test_other_versions_and_who_comes_late_hears_it_too(start):
   name = job("versions")
-  other = {"handshake.versions": {"python": "3.11.2", "jax": "0.9.0"}}
+  other = {"python": "3.11.2", "jax": "0.9.0"}
   same = {"handshake.versions": {"python": "3.11.2", "jax": "0.10.2"}}
-  ranks = [
-    start(r, 4, name, set=same if r in (0, 3) else other, late=3 if r == 3 else 0) for r in range(4)
-  ]
-  assert the_line(ranks) == (
+  first = start(0, 4, name, set=same | {"server.SETTLE_S": 5, "server.LINGER_S": 200})
+  hellos = [who(r, 4, versions=other, digests={}) for r in (1, 2)]
+  links = [greet(name, hello) for hello in hellos]
+  (line,) = {link.receive(200)["error"] for link in links}
+  assert line == (
     "processes 1–2 (n2, n3): jax 0.9.0, process 0 (n1) has 0.10.2; start all from the "
     "same environment"
   )
+  assert the_line([first, start(3, 4, name, set=same)]) == line
+  for link in links:
+    link.close()
 
 
 def test_other_numbers_of_processes(start):

@@ -115,13 +115,15 @@ handlers = SignalHandlers(grace_s=None)
 asked = []
 handlers.attach(asked.append)
 def ended_by(number):
+  ready, up = os.pipe()
   child = os.fork()
   if child == 0:
     try:
-      time.sleep(100)
+      os.write(up, b"x")
+      time.sleep(300)
     except KeyboardInterrupt:
       os._exit(7)
-  time.sleep(0.2)
+  os.read(ready, 1)
   os.kill(child, number)
   status = os.waitpid(child, 0)[1]
   time.sleep(0.2)
@@ -139,7 +141,7 @@ def test_a_worker_dies_of_its_own_signal(child):
 # Steps until all agree to stop; 85 as the run's own main would.
 STOPS = """
 from jaxscale.cluster.watch.signals import SignalHandlers
-handlers = SignalHandlers(grace_s=5.0)
+handlers = SignalHandlers(grace_s=200.0)
 handlers.attach(w.stop.request, w.fail)
 step, why = 0, None
 while not why:
@@ -172,7 +174,7 @@ def test_processes_stop_at_one_step_whoever_is_asked(family, told):
 
 
 def test_who_cannot_save_in_time_ends_all_with_85(family):
-  stuck = STOPS.replace("grace_s=5.0", "grace_s=0.5")
+  stuck = STOPS.replace("grace_s=200.0", "grace_s=1.0")
   stuck = stuck.replace("print(step, why, flush=True)", STARTS)
   processes = wait_up(family(stuck, stuck))
   processes[1].send_signal(signal.SIGUSR1)  # which starts no clock
@@ -181,13 +183,13 @@ def test_who_cannot_save_in_time_ends_all_with_85(family):
   codes, errors = ends(processes)
   assert codes == [85, 85]
   assert re.search(
-    r"process 1 on n1 failed in step \d+ \(saving\): no save within \d s of SIGTERM", errors[0]
+    r"process 1 on n1 failed in step \d+ \(saving\): no save within 1 s of SIGTERM", errors[0]
   )
 
 
 @pytest.mark.parametrize("what", ["stopped", "asleep"])
 def test_who_keeps_another_from_its_save_is_mentioned(family, what):
-  body = STOPS.replace("grace_s=5.0", "grace_s=3.0")
+  body = STOPS.replace("grace_s=200.0", "grace_s=3.0")
   sleeps = f"import time; {STARTS}" if what == "asleep" else "pass"
   other = body.replace('    print("up", flush=True)', f"    {sleeps}")
   other = other if what == "asleep" else body
@@ -200,7 +202,7 @@ def test_who_keeps_another_from_its_save_is_mentioned(family, what):
   assert codes == [85]
   assert re.search(r"process 0 on n0 failed .*: no save within 3 s of SIGTERM", errors[0])
   if what == "stopped":
-    assert re.search("; process 1 on n1 has sent no heartbeat for [2-9] s, last", errors[0])
+    assert re.search(r"; process 1 on n1 has sent no heartbeat for \d+ s, last", errors[0])
   else:
     pattern = r"; it waits for process 1 on n1, in step 5 \(input\) for \d+ s"
     assert re.search(pattern, errors[0]), errors[0]

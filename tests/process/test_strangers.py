@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import time
 
@@ -58,11 +59,12 @@ def test_who_connects_without_the_secret_is_refused_and_named(start, attack, nam
 def test_who_listens_in_place_of_process_0_is_passed_over(start, attack, name):
   run = job(name)
   ports, user = ports_of(run), os.geteuid() or strangers.NOBODY
-  stranger = attack(name, ports)
+  stranger = attack(name, ports, seconds=300)
   connect(ports[0]).close()
   results, log = finish([start(r, 3, run) for r in range(3)])
   assert log.startswith(f"skipped ports that other programs use: {ports[0]} (uid {user})")
   assert len({r["coordinator"] for r in results}) == 1
+  stranger.send_signal(signal.SIGUSR1)
   heard = json.loads(stranger.communicate(timeout=200)[0])
   # Nothing but random numbers: no name, no rank, no version.
   assert all(len(text) <= 35 for text in heard), heard
@@ -80,7 +82,7 @@ def test_what_was_sent_at_an_earlier_start_is_refused(start, attack, monkeypatch
     patched.setattr(Link, "_seal", record)
     launch = Launch("test", 1, 3, "127.0.0.1", 0, 1, run)
     link = greet(run, make_hello(launch, {}, False)._replace(node="n2"))
-    assert "go" in link.receive(20)
+    assert "go" in link.receive(200)
     link.send({"from": 1})
     finish(before)
     link.close()
@@ -113,7 +115,7 @@ def test_all_at_once_for_a_minute_of_starts(start, attack):
 def test_jax_s_coordinator_is_closed_to_other_users_of_the_host(start):
   needs_root()
   run = job("unix")
-  both = [start(r, 2, run, stay=3) for r in (0, 1)]
+  both = [start(r, 2, run, stay=200) for r in (0, 1)]
   path = json.loads(both[0].stdout.readline())["coordinator"].removeprefix("unix:")
   code = (
     "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX)\n"

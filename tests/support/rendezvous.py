@@ -132,7 +132,7 @@ def link_to(port, key):
   with contextlib.ExitStack() as stack:
     sock = stack.enter_context(connect(port))
     network.tune(sock)
-    link = secret.greet(sock, key, 5)
+    link = secret.greet(sock, key, 200)
     stack.pop_all()
     return link
 

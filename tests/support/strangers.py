@@ -2,7 +2,7 @@
 
     python tests/support/strangers.py NAME ADDRESS PORT,PORT… SECONDS RECORDED
 
-It gives up root for "nobody" first, prints "ready", and at the end what it heard,
+It gives up root for "nobody" first, prints "ready", and at the end, or at SIGUSR1, what it heard,
 as JSON. Standard library alone: it knows nothing of the run but where to look for it.
 """
 
@@ -20,6 +20,12 @@ import threading
 import time
 
 NOBODY = 65534
+TOLD = threading.Event()  # by SIGUSR1: the attack is over
+
+
+def goes_on(until):
+  """Return whether the attack is not over."""
+  return not TOLD.is_set() and time.monotonic() < until
 
 
 def connected(place):
@@ -39,13 +45,13 @@ def heard_from(sock, seconds=0.2):
 
 def open_many(place, until, count):
   """Open as many connections as possible within the time; a failed one is None."""
-  return [connected(place) for _ in range(count) if time.monotonic() < until]
+  return [connected(place) for _ in range(count) if goes_on(until)]
 
 
 def scan(place, until):
   """Connect to every port where a run may listen, and read."""
   found = {}
-  while time.monotonic() < until:
+  while goes_on(until):
     for port in range(place[1] - 500, place[1] + 500):
       if sock := connected((place[0], port)):
         found[port] = found.get(port, "") + heard_from(sock, 0.05)
@@ -63,7 +69,7 @@ def idle(place, until, count=1000):
 def slow(place, until, count=300):
   """Send a byte every tenth of a second on each of many connections."""
   open_ = open_many(place, until, count)
-  while time.monotonic() < until:
+  while goes_on(until):
     for sock in filter(None, open_):
       with contextlib.suppress(OSError):
         sock.send(b"x")
@@ -73,7 +79,7 @@ def slow(place, until, count=300):
 
 def flood(place, until):
   """Connect as fast as possible on many sockets, and disconnect immediately."""
-  while time.monotonic() < until:
+  while goes_on(until):
     some = [socket.socket() for _ in range(100)]
     for sock in some:
       sock.setblocking(False)
@@ -86,7 +92,7 @@ def flood(place, until):
 def throng(place, until):
   """Send the start of a greeting on as many connections as possible, and leave them open."""
   open_ = []
-  while time.monotonic() < until:
+  while goes_on(until):
     with contextlib.suppress(OSError):
       sock = socket.create_connection(place, timeout=1)
       open_.append(sock)
@@ -100,7 +106,7 @@ def throng(place, until):
 
 def late(place, until):
   """Wait for as long as the timeout allows, then send a byte, over and over."""
-  while time.monotonic() < until:
+  while goes_on(until):
     open_ = [connected(place) for _ in range(20)]
     time.sleep(1.1)
     for sock in filter(None, open_):
@@ -114,7 +120,7 @@ def noise(place, until):
   """Make a hundred connections a second with random data."""
   rng = random.Random(5)
   starts = [b"", b"[" * 99, b"{", b'"' + b"0" * 32 + b'"\n', b"GET / HTTP/1.1\r\n"]
-  while time.monotonic() < until:
+  while goes_on(until):
     if sock := connected(place):
       with contextlib.suppress(OSError):
         sock.sendall(rng.choice(starts) + rng.randbytes(rng.randrange(5000)) + b"\n")
@@ -126,7 +132,7 @@ def noise(place, until):
 def forge(place, until):
   """Send a hello as each rank, and process 0's own, without the secret."""
   heard = []
-  while time.monotonic() < until:
+  while goes_on(until):
     for rank in (-1, 0, 1, 2, 99):
       if sock := connected(place):
         with sock, contextlib.suppress(OSError):
@@ -147,7 +153,7 @@ def forge(place, until):
 def replay(place, until):
   """Send again what a process of the run sent at an earlier start."""
   heard = []
-  while time.monotonic() < until:
+  while goes_on(until):
     if sock := connected(place):
       with sock, contextlib.suppress(OSError):
         sock.sendall(RECORDED)
@@ -163,7 +169,7 @@ def siege(place, until):
   That has nothing to do with authentication.
   """
   found = set()
-  while time.monotonic() < until:
+  while goes_on(until):
     for port in {place[1], *NEXT} - found:
       if sock := connected((place[0], port)):
         sock.close()
@@ -178,7 +184,7 @@ def siege(place, until):
 def hunt(place, until):
   """Find every port of a host that answers, and run all attacks above on it."""
   found, held = set(), []
-  while time.monotonic() < until:
+  while goes_on(until):
     for port in range(20_000, 32_768):
       with socket.socket() as probe:
         probe.settimeout(0.2)
@@ -228,7 +234,7 @@ def squat(place, until):
   with socket.create_server(place, backlog=1000) as server, selectors.DefaultSelector() as selector:
     heard = []
     selector.register(server, selectors.EVENT_READ)
-    while time.monotonic() < until:
+    while goes_on(until):
       for key, _ in selector.select(0.1):
         if key.fileobj is server:
           sock, _ = server.accept()
@@ -248,7 +254,8 @@ def squat(place, until):
 def silent(place, until):
   """Listen in place of process 0, and send nothing."""
   with socket.create_server(place, backlog=1000):
-    time.sleep(max(0.0, until - time.monotonic()))
+    while goes_on(until):
+      time.sleep(0.05)
   return []
 
 
@@ -274,7 +281,7 @@ def relay(place, until):
 
   with socket.create_server(place, backlog=1000) as server:
     server.settimeout(0.1)
-    while time.monotonic() < until:
+    while goes_on(until):
       with contextlib.suppress(TimeoutError):
         client, _ = server.accept()
         threading.Thread(target=pass_on, args=(client,), daemon=True).start()
@@ -304,6 +311,7 @@ LISTENING = [squat, silent, relay]
 
 if __name__ == "__main__":
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+  signal.signal(signal.SIGUSR1, lambda *_: TOLD.set())
   name, address, ports, seconds, recorded = sys.argv[1:]
   RECORDED = bytes.fromhex(recorded)
   signal.alarm(int(float(seconds)) + 60)  # whatever it waits for: nobody waits for it

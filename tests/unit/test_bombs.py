@@ -190,7 +190,7 @@ def test_a_hole_is_not_read(tmp_path):
   assert read_bytes(tmp_path / "a", last_bytes=3) == bytes(3)
   lines = hole(tmp_path / "b.jsonl", b'{"a": 1}\n')
   assert read_json_lines(lines) == [{"a": 1}]
-  assert time.process_time() - clock < 3
+  assert time.process_time() - clock < 30  # not for ever
 
 
 def test_lines_after_a_damaged_one_are_read(tmp_path):
@@ -449,7 +449,7 @@ def test_a_tokenizer_that_takes_any_time_is_one_line(parts, problem, tmp_path):
   clock = time.process_time()
   with config_error("tokenizer", match=problem):
     read_with(tmp_path, parts).encode([b"a" * 200 + b"!"])
-  assert time.process_time() - clock < 3
+  assert time.process_time() - clock < 30  # not for ever
 
 
 GPT_4O = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{M}]+(?i:'s|'t|'re)?|\p{N}{1,3}| ?[^\s\p{L}"

@@ -1,6 +1,8 @@
 """The end of a job, and its next start: what Slurm is asked, and what it answers."""
 
+import queue
 import signal
+import threading
 import time
 import types
 
@@ -51,45 +53,59 @@ def test_when_the_job_was_queued_and_started(scontrol, utc):
   assert slurm.queue_times(step) is None
 
 
-def wait_for(asked):
-  deadline = time.monotonic() + 30
-  while not asked:
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
+@pytest.fixture
+def before_end(monkeypatch):
+  """Return a function that gives the seconds until a stop is asked for, and its reason.
+
+  The clock moves only while the program waits.
+  """
+  now = [0.0]
+
+  def wait(seconds):
+    now[0] += seconds
+    return False
+
+  def run(keep_s, *, end, again):
+    now[0], asked = 0.0, []
+    walltime.before_end(
+      lambda why: asked.append((now[0], why)), keep_s, lambda is_near: again if is_near else end
+    )
+    return asked
+
+  def thread(target, **_):
+    return types.SimpleNamespace(start=target)
+
+  fake = types.SimpleNamespace(Event=lambda: types.SimpleNamespace(wait=wait), Thread=thread)
+  monkeypatch.setattr(walltime, "time", types.SimpleNamespace(time=lambda: now[0]))
+  monkeypatch.setattr(walltime, "threading", fake)
+  return run
 
 
-def before_end(keep_s, *, end, again):
-  """Seconds until a stop is asked for, and its reason."""
-  began, asked = time.time(), []
-
-  def end_time(is_near):
-    seconds = again if is_near else end
-    return seconds and began + seconds
-
-  walltime.before_end(lambda why: asked.append((time.time() - began, why)), keep_s, end_time)
-  wait_for(asked)
-  return asked[0]
+def test_a_stop_is_asked_for_before_the_end(before_end):
+  assert before_end(60.0, end=600.0, again=None) == [(540.0, "walltime: 60 s are left")]
+  # Of so short a job it is a quarter that is kept.
+  assert before_end(60.0, end=100.0, again=None) == [(75.0, "walltime: 25 s are left")]
+  # An end in the past, as after a late answer, leaves no time; it is not "-0 s".
+  assert before_end(60.0, end=-0.25, again=None) == [(0.0, "walltime: 0 s are left")]
 
 
-def test_a_stop_is_asked_for_before_the_end():
-  seconds, reason = before_end(10.0, end=0.6, again=None)
-  # Of so short a job it is a quarter of its 0.6 s that is kept.
-  assert seconds >= 0.45 and reason == "walltime: 0 s are left"
-
-
-def test_a_job_that_was_made_longer_has_the_whole_time_to_save():
+def test_a_job_that_was_made_longer_has_the_whole_time_to_save(before_end):
   """An extended job gets more than a short job's quarter."""
-  seconds, _ = before_end(60.0, end=0.4, again=4.0)
-  assert 2.9 < seconds < 3.85  # a quarter of 4 s before their end, not 0.1 s
+  assert before_end(60.0, end=40.0, again=400.0) == [(340.0, "walltime: 60 s are left")]
 
 
-def test_an_end_that_was_moved_is_waited_for():
-  assert before_end(0.1, end=0.5, again=0.8)[0] >= 0.7
-  # No limit: nothing is ever asked. And a run that is over cancels it.
+def test_an_end_that_was_moved_is_waited_for(before_end):
+  assert before_end(10.0, end=50.0, again=80.0) == [(70.0, "walltime: 10 s are left")]
+  assert before_end(10.0, end=None, again=None) == []  # no limit
+
+
+def test_a_run_that_is_over_is_not_asked_to_stop():
   asked = []
-  walltime.before_end(asked.append, 10.0, lambda is_near: None)
-  walltime.before_end(asked.append, 0.1, lambda is_near: time.time() + 0.5).set()
-  time.sleep(0.6)
+  walltime.before_end(asked.append, 10.0, lambda is_near: time.time() + 100.0).set()
+  for thread in threading.enumerate():
+    if thread.name == "walltime":
+      thread.join(300)
+      assert not thread.is_alive()
   assert asked == []
 
 
@@ -182,10 +198,9 @@ def test_a_scheduler_of_another_kind_is_one_entry(monkeypatch):
   assert str(job) == "lsf-9-r0"
   line = "job 9 is not requeued: no brequeue here; resume it"
   assert requeue.requeue(job, limit=3, remedy="resume it") == (85, line)
-  asked = []
-  walltime.before_end(asked.append, 60.0)
-  wait_for(asked)
-  assert asked[0].startswith("walltime: ")
+  asked = queue.Queue()
+  walltime.before_end(asked.put, 60.0)
+  assert asked.get(timeout=200).startswith("walltime: ")
 
 
 def test_a_loop_without_progress_is_given_up(tmp_path):

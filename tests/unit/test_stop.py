@@ -136,8 +136,8 @@ def test_one_process_alone_stops_at_its_next_point():
   alone.close()
 
 
-def test_healthy_calls_cost_microseconds():
-  # The smallest of several: what else this machine does is not our cost.
+def test_healthy_calls_cost_as_little_as_a_hundred_empty_ones():
+  """They take a fifth of a microsecond; benchmarks/watch.py has all that a step pays."""
   alone = watch.start({}, 0, ["here"])
   steps = iter(range(10**9))
 
@@ -146,10 +146,12 @@ def test_healthy_calls_cost_microseconds():
     alone.at(number, "input")
     alone.at(number, "step")
 
-  cost = min(timeit.repeat(alone.stop.poll, number=2000, repeat=7)) / 2000
-  assert cost < 5e-6
-  cost = min(timeit.repeat(step, number=2000, repeat=7)) / 4000
-  assert cost < 2e-6
+  # The smallest of several: what else this machine does is not our cost.
+  empty, poll, two = (
+    min(timeit.repeat(f, number=2000, repeat=7)) for f in (lambda: None, alone.stop.poll, step)
+  )
+  assert poll < 100 * empty
+  assert two / 2 < 50 * empty
 
 
 def test_another_stage_has_a_first_step_and_a_pace_of_its_own():

@@ -39,7 +39,7 @@ def on_terminal(columns, *argv):
   os.close(theirs)
   text = b""
   try:
-    while select.select([ours], [], [], 20)[0] and (more := os.read(ours, 4096)):
+    while select.select([ours], [], [], 300)[0] and (more := os.read(ours, 4096)):
       text += more
   except OSError:  # EIO: the other end is closed
     pass
