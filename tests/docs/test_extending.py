@@ -143,7 +143,7 @@ def test_a_fault_inside_build_is_one_line_with_its_place(mine, tmp_path):
 
 
 def test_killed_it_resumes_bit_for_bit(mine, whole, tmp_path):
-  kill(tmp_path, "--config.log.tensorboard=False", config=str(mine))
+  kill(tmp_path, "--config.log.tensorboard=False", until=24, config=str(mine))
   done = run(mine, tmp_path)
   assert done.returncode == 0, done.stderr
   assert "resuming from the checkpoint of step" in done.stdout

@@ -21,6 +21,7 @@ from jaxscale.metrics import read_json_lines
 from support.cases import all_slow_except
 from support.job_script import RUN, RUNS, fake
 from support.paths import DATA, ROOT
+from support.processes import wait_until
 
 GOLDEN = DATA / "golden"
 
@@ -41,7 +42,8 @@ def job_files(tmp_path, run, *, srun="exit 0", scontrol="echo JobState=RUNNING")
   fake(bin_ / "srun", f'printf "%s\\0" "$@" >>"{tmp_path}/srun"\n{srun}')
   fake(bin_ / "scontrol", f'echo "$@" >>"{tmp_path}/scontrol"; {scontrol}')
   fake(bin_ / "scancel", f'echo "$@" >>"{tmp_path}/scancel"')
-  fake(bin_ / "sleep", "exec /bin/sleep 0.05")  # the script looks every second
+  # The script looks every second, from when it minds signals.
+  fake(bin_ / "sleep", f'touch "{tmp_path}/looks"; exec /bin/sleep 0.05')
   for name in ("events", "logs"):
     Path(run.folder, name).mkdir(parents=True, exist_ok=True)
   script = Path(run.folder, "job.sbatch")
@@ -279,16 +281,27 @@ def test_every_exit_code_is_on_record_where_the_disk_is_full(tmp_path, code):
   assert [end["code"] for end in ends] == [done.returncode] == [code], done
 
 
+def start_job(tmp_path, run, code):
+  """Start a script whose srun waits for the file `go`; return once it minds signals."""
+  does = (
+    f'touch "{tmp_path}/up"; until [ -e "{tmp_path}/go" ]; do /bin/sleep 0.05; done; exit {code}'
+  )
+  command, env = job_files(tmp_path, run, srun=does)
+  job = subprocess.Popen(
+    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+  wait_until(lambda: all((tmp_path / name).exists() for name in ("up", "looks")), job, 300)
+  return job
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_the_script_outlives_a_signal_and_hands_the_warning_on(tmp_path, number):
   run = RUN._replace(folder=str(tmp_path / "run"))
-  command, env = job_files(tmp_path, run, srun=f'touch "{tmp_path}/up"; /bin/sleep 1; exit 85')
-  job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-  while not (tmp_path / "up").exists():
-    time.sleep(0.02)
+  job = start_job(tmp_path, run, 85)
   for one in (number, signal.SIGCONT, number):
     job.send_signal(one)
     time.sleep(0.1)
+  (tmp_path / "go").touch()
   out, _ = job.communicate(timeout=300)
   assert job.returncode == 85 and "exit code 85: restarted" in out
   handed_on = tmp_path / "scancel"
@@ -325,12 +338,9 @@ def test_only_the_doctor_calls_an_allocation_unfit(tmp_path, code, ends, next_, 
 def test_asked_to_stop_in_the_preflight_it_resumes_later(tmp_path, number, code):
   """Whatever the doctor says, that is interrupted too, or has just ended."""
   run = RUN._replace(folder=str(tmp_path / "run"), preflight=True)
-  does = f'touch "{tmp_path}/up"; /bin/sleep 0.5; exit {code}'
-  command, env = job_files(tmp_path, run, srun=does)
-  job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-  while not (tmp_path / "up").exists():
-    time.sleep(0.02)
+  job = start_job(tmp_path, run, code)
   job.send_signal(number)
+  (tmp_path / "go").touch()
   out, _ = job.communicate(timeout=300)
   assert job.returncode == 85 and "stopped by a signal in the preflight" in out
   assert "jaxscale.train" not in called(tmp_path)

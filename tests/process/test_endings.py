@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import pytest
 from support.cases import all_slow_except
 from support.commands import child_env, error_line, jaxscale, run, run_python, run_train
 from support.paths import ROOT
-from support.processes import line_of, popen, wait_until
-from support.tiny_runs import checkpoint_names, newest_step, start
+from support.processes import killed_at_end, line_of, popen, wait_until
+from support.tiny_runs import ENDLESS, checkpoint_names, newest_step, start
 
 
 def ended(process):
@@ -21,34 +20,39 @@ def ended(process):
   return process.returncode, error
 
 
-def test_a_closed_pipe_saves_as_sigterm_does(tmp_path):
+@pytest.fixture
+def saved(tmp_path):
+  """Return (process, workdir) of a run that has saved a checkpoint and would not end."""
+  with killed_at_end(start(tmp_path / "run", ENDLESS)) as process:
+    assert process.stdout.readline()
+    wait_until(lambda: newest_step(tmp_path / "run"), process)
+    yield process, tmp_path / "run"
+
+
+def test_a_closed_pipe_saves_as_sigterm_does(saved):
   """`train | head -1`."""
-  process = start(tmp_path / "run")
-  assert process.stdout.readline()
-  wait_until(lambda: newest_step(tmp_path / "run"), process)
+  process, workdir = saved
   process.stdout.close()
   code, error = process.wait(200), process.stderr.read()
-  process.stderr.close()
   assert code == 85, error
-  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+  summary = json.loads((workdir / "summary.json").read_text())
   assert summary["outcome"] == "interrupted"
   step = summary["step"]
-  assert str(step) in checkpoint_names(tmp_path / "run") and 0 < step < 225
+  assert str(step) in checkpoint_names(workdir)
   assert "standard output is closed: saving after this step" in error
   assert error.splitlines()[-1].startswith(f"saved step {step}; to resume: python -m")
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_saves_as_sigterm_does(tmp_path):
+def test_a_closed_terminal_saves_as_sigterm_does(saved):
   """SIGHUP, after which nothing can be printed any more."""
-  process = start(tmp_path / "run")
-  wait_until(lambda: newest_step(tmp_path / "run"), process)
+  process, workdir = saved
   process.send_signal(signal.SIGHUP)
   process.stdout.close()
   process.stderr.close()
   assert process.wait(200) == 85
-  summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-  assert str(summary["step"]) in checkpoint_names(tmp_path / "run")
+  summary = json.loads((workdir / "summary.json").read_text())
+  assert str(summary["step"]) in checkpoint_names(workdir)
 
 
 UP = """
@@ -97,11 +101,11 @@ def test_closed_and_full_streams_cost_no_exit_code(streams, tmp_path):
 @pytest.mark.parametrize("streams", all_slow_except([">&- 2>&-", "2>/dev/full"], ">&- 2>&-"))
 def test_asked_to_stop_without_streams_it_saves(streams, tmp_path):
   command = f"{sys.executable} -m jaxscale.train --config configs/digits.py {TINY}"
-  command += f" --config.epochs=2000 --workdir {tmp_path}/run"
-  process = popen("bash", "-c", f"exec {command} {streams}", env=child_env())
-  wait_until(lambda: newest_step(tmp_path / "run"), process, 300)
-  process.terminate()
-  assert ended(process)[0] == 85
+  command += f" {ENDLESS} --workdir {tmp_path}/run"
+  with killed_at_end(popen("bash", "-c", f"exec {command} {streams}", env=child_env())) as process:
+    wait_until(lambda: newest_step(tmp_path / "run"), process, 300)
+    process.terminate()
+    assert ended(process)[0] == 85
 
 
 THREADS = """
@@ -184,7 +188,8 @@ WAITS = {"py": ("time.sleep(100)", "cleaned\n"), "c++": (IN_CPP, ""), "garbage":
 def test_ctrl_c_is_one_line_wherever_the_main_thread_is(child, wait, printed):
   process = child(LEAVES.format(wait=wait.strip()))
   assert line_of(process) == "up"
-  time.sleep(0.3)  # the way from that line to the wait
+  stat = Path(f"/proc/{process.pid}/stat")  # of the main thread, which is to sleep in the wait
+  wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", process)
   process.send_signal(signal.SIGINT)
   out, error = process.communicate(timeout=200)
   assert (process.returncode, out, error) == (130, printed, "\ninterrupted\n")

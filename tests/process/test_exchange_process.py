@@ -34,7 +34,7 @@ BY_NAME["elastic"] = overrides("sync=SyncEASGD sync.sync_every_steps=2")
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("killed") / "run"
-  kill(workdir, *QUICK, *COMPRESSED, after=40, **DIGITS)
+  kill(workdir, *QUICK, *COMPRESSED, after=40, until=70, **DIGITS)
   return workdir
 
 
@@ -48,7 +48,7 @@ def test_what_was_not_sent_resumes_with_other_devices(tmp_path, killed):
 
 @pytest.mark.slow
 def test_workers_of_their_own_do_not(tmp_path):
-  kill(tmp_path, *QUICK, *LOCAL, after=8, **DIGITS)
+  kill(tmp_path, *QUICK, *LOCAL, after=8, until=40, **DIGITS)
   done = run_train(tmp_path, *QUICK, *LOCAL, num_devices=2)
   assert "resume with 4 devices" in error_line(done, 2)
 
@@ -60,7 +60,7 @@ def test_what_devices_keep_survives_a_kill_bit_for_bit(tmp_path, killed, name):
   if name == "compressed":
     shutil.copytree(killed, workdir)
   else:
-    kill(workdir, *args, after=8, **DIGITS)
+    kill(workdir, *args, after=8, until=40, **DIGITS)
   out = trained(workdir, *args, num_devices=4)
   assert "resuming from the checkpoint of step" in out
   trained(tmp_path / "whole", *args, num_devices=4)

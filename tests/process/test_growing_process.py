@@ -5,9 +5,9 @@ import json
 import pytest
 
 from jaxscale.files import read_json_lines
+from support import at_step
 from support.commands import error_line, jaxscale, run_train, trained
 from support.configs import settings
-from support.paths import ROOT
 from support.processes import run_group
 from support.tiny_runs import record, restored
 from support.trees import assert_same_bits
@@ -21,35 +21,9 @@ SHORT = settings("""
 """)
 ARGS = [f"--config.{name}={value}" for name, value in SHORT.items()]
 
-KILL = """
-import os, signal, sys
-class Finder:
-  def find_spec(self, name, path, target=None):
-    if name == "jaxscale.run.fit":
-      sys.meta_path.remove(self)
-      from jaxscale.run import train_phases
-      from jaxscale.run.reporter import Reporter
-      real, poll, polls = Reporter.trained, train_phases._poll, []
-      def trained(self, now, values):
-        real(self, now, values)
-        if "{at}" == f"step {{now}}":
-          os.kill(os.getpid(), signal.SIGKILL)
-      def _poll(run, step):
-        polls.append(step)
-        if "{at}" == f"branch {{len(polls)}}":
-          os.kill(os.getpid(), signal.SIGKILL)
-        poll(run, step)
-      Reporter.trained, train_phases._poll = trained, _poll
-sys.meta_path.insert(0, Finder())
-"""
-
-
-def kill(workdir, at):
-  """Train until the process is killed at a step, or in a step of a branch."""
-  site = workdir.parent / "site"
-  site.mkdir(exist_ok=True)
-  (site / "sitecustomize.py").write_text(KILL.format(at=at))
-  assert run_train(workdir, *ARGS, PYTHONPATH=f"{site}:{ROOT}").returncode == -9
+# The last step before a growth, the 7th of its 12 steps of branches, the first save after it,
+# and the last step of the next branches. "compiling" is counted once before the branches.
+MOMENTS = [(23, "input", 1), (24, "compiling", 8), (24, "saving", 1), (35, "compiling", 13)]
 
 
 def final_state(workdir):
@@ -78,8 +52,9 @@ def events(workdir):
 def test_kills_around_a_growth_leave_no_trace(tmp_path):
   whole, workdir = tmp_path / "whole", tmp_path / "run"
   trained(whole, *ARGS)
-  for at in ("step 22", "branch 7", "step 24", "branch 12"):
-    kill(workdir, at)
+  for step, activity, count in MOMENTS:
+    killed = run_train(workdir, *ARGS, **at_step.kill(step, activity, count=count))
+    assert killed.returncode == -9, killed.stderr
   printed = trained(workdir, *ARGS)
   (line,) = (x for x in printed.splitlines() if x.startswith("step 34  batch size grows"))
   assert "from 128 to 256" in line and "copies trained on the same 1,024 examples" in line

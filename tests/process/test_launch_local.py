@@ -371,10 +371,12 @@ def test_what_process_0_does_not_know_is_shown_with_its_lines(fake, tmp_path, ca
   assert "failed first" not in capsys.readouterr().out
 
 
-def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch):
+def test_what_minds_no_signal_is_killed_after_the_grace(monkeypatch, tmp_path):
   monkeypatch.setattr(local_launch, "GRACE_S", 0.5)
-  deaf = subprocess.Popen(["bash", "-c", "trap '' TERM; while :; do sleep 0.1; done"])
-  failed = subprocess.Popen(["bash", "-c", "sleep 0.2; exit 3"])
+  monkeypatch.chdir(tmp_path)
+  deaf = "trap '' TERM; touch deaf; while :; do sleep 0.1; done"
+  failed = "until [ -e deaf ]; do sleep 0.1; done; exit 3"
+  deaf, failed = (subprocess.Popen(["bash", "-c", text]) for text in (deaf, failed))
   began = time.monotonic()
   assert local_launch.wait([deaf, failed], threading.Event()) == (3, None)
   assert deaf.returncode == -signal.SIGKILL
@@ -404,8 +406,9 @@ def test_a_number_used_again_is_another_process():
   assert local_executor._born(2**22 + 1) is None
 
 
-def test_it_survives_the_terminal(fake):
+def test_it_survives_the_terminal(fake, tmp_path):
   """The supervisor is in a session of its own, and nobody's child."""
+  (tmp_path / "does").write_text("while true; do sleep 0.1; done")
   pid = read_json_lines(jobs.submit(DIGITS, **fake).folder / "supervisor.jsonl")[-1]["pid"]
   fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
   assert int(fields[3]) == pid and int(fields[1]) != os.getpid()

@@ -1,7 +1,6 @@
 """Runs under layouts as real processes: killed, moved to other layouts, spread."""
 
 import functools
-import random
 import shutil
 
 import pytest
@@ -75,17 +74,15 @@ def uninterrupted(tmp_path_factory):
   return workdir
 
 
-def stop(workdir, args, *, in_mid_save):
-  later = 0 if in_mid_save else random.uniform(0, 0.2)
-  options = {"in_mid_save": in_mid_save, "later": later, "num_devices": 8}
-  kill(workdir, *args, **options, **QUICK)
+def stop(workdir, args, until, *, in_mid_save=False):
+  kill(workdir, *args, until=until, in_mid_save=in_mid_save, num_devices=8, **QUICK)
 
 
 def test_kills_in_mid_run_and_in_mid_save_change_no_bit(tmp_path, uninterrupted):
   workdir = tmp_path / "run"
-  stop(workdir, HYBRID, in_mid_save=True)
+  stop(workdir, HYBRID, 8, in_mid_save=True)
   assert is_saving(workdir)
-  stop(workdir, HYBRID, in_mid_save=False)
+  stop(workdir, HYBRID, 18)
   assert 0 < newest_step(workdir) < STEPS
   assert "resuming from the checkpoint of step" in run(workdir, *HYBRID)
   assert not is_saving(workdir)
@@ -100,10 +97,10 @@ def test_a_killed_run_resumes_under_another_layout(tmp_path, uninterrupted):
   tests/parallel/test_layout_checkpoint.py has every pair of layouts, in one process.
   """
   workdir = tmp_path / "run"
-  stop(workdir, HYBRID, in_mid_save=True)
+  stop(workdir, HYBRID, 8, in_mid_save=True)
   step = newest_step(workdir)
   alone = shutil.copytree(workdir, tmp_path / "alone")
-  stop(workdir, FSDP, in_mid_save=True)
+  stop(workdir, FSDP, 18, in_mid_save=True)
   assert step < (later := newest_step(workdir)) < STEPS
   out = run(workdir, *HYBRID)
   assert f"resuming from the checkpoint of step {later}" in out
@@ -116,7 +113,7 @@ def test_a_killed_run_resumes_under_another_layout(tmp_path, uninterrupted):
 def test_what_an_exchange_keeps_of_parts_is_refused_elsewhere(tmp_path):
   delayed = "--config.exchange.delayed=True"
   hybrid = layout("fsdp", data=2, fsdp=4)
-  stop(tmp_path, [*hybrid, delayed], in_mid_save=False)
+  stop(tmp_path, [*hybrid, delayed], 18)
   done = run_train(tmp_path, delayed, config=CONFIG, num_devices=8)
   line = error_line(done, 2)
   assert "saved under another layout, whose parts of gradients no device has now" in line
@@ -166,7 +163,7 @@ def test_processes_resume_from_what_one_has_saved(
 ):
   """The state was saved under another layout, by 8 devices in one process."""
   workdir = tmp_path / "run"
-  stop(workdir, HYBRID, in_mid_save=False)
+  stop(workdir, HYBRID, 18)
   out = run_group(workdir, count, num_devices, *FOUR[name])
   assert "resuming from the checkpoint of step" in out
   assert_same_numbers(workdir, in_one_process(name))

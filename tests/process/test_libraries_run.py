@@ -42,7 +42,7 @@ def run(config, workdir):
 
 @pytest.mark.slow
 def test_killed_it_resumes_bit_for_bit(config, whole, tmp_path):
-  kill(tmp_path, *ARGS, config=config, num_devices=2)
+  kill(tmp_path, *ARGS, until=40, config=config, num_devices=2)
   assert "resuming from the checkpoint of step" in run(config, tmp_path)
   assert checksums(tmp_path) == checksums(whole)
 

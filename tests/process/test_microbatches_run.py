@@ -9,6 +9,7 @@ from jaxscale.config.loading import load_config
 from jaxscale.experiment import build
 from jaxscale.run.fit import fit
 from jaxscale.run.reporter import Reporter
+from support import at_step
 from support.commands import error_line, run_train
 from support.configs import settings
 from support.paths import ROOT
@@ -48,30 +49,8 @@ def train_until(workdir, changes, step, config="configs/digits.py"):
 def resume(workdir, changes, num_devices, stop=None, config="configs/digits.py"):
   """Resume as a process; it ends as by Ctrl-C after step `stop`."""
   args = [f"--config.{name}={value}" for name, value in changes.items()]
-  env = {}
-  if stop is not None:
-    site = workdir.parent / "site"
-    site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(STOP.format(step=stop))
-    env = {"PYTHONPATH": f"{site}:{ROOT}"}
+  env = at_step.interrupt(stop) if stop is not None else {}
   return run_train(workdir, *args, config=config, num_devices=num_devices, **env)
-
-
-STOP = """
-import os, signal, sys
-class Finder:
-  def find_spec(self, name, path, target=None):
-    if name == "jaxscale.run.fit":
-      sys.meta_path.remove(self)
-      from jaxscale.run.reporter import Reporter
-      real = Reporter.trained
-      def trained(self, now, values):
-        real(self, now, values)
-        if now == {step}:
-          os.kill(os.getpid(), signal.SIGINT)
-      Reporter.trained = trained
-sys.meta_path.insert(0, Finder())
-"""
 
 
 def last_state(workdir, changes):
@@ -125,7 +104,7 @@ def test_half_the_run_on_two_of_eight_devices_is_the_same_run(whole, tmp_path):
 
   done = resume(workdir, CNN, 8)
   assert done.returncode == 0, done.stderr
-  assert "resuming from the checkpoint of step 4" in done.stdout
+  assert "resuming from the checkpoint of step 46" in done.stdout
   assert "at the start" not in done.stdout  # it is as it was
   assert derived(workdir)["phases"][0]["accumulate_steps"] == 1
   got = last_state(workdir, CNN)

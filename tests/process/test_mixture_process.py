@@ -6,8 +6,10 @@ import signal
 import numpy as np
 import pytest
 
+from support import at_step
 from support.commands import train_command
 from support.processes import killed_at_end, run_group, start_group, wait_until
+from support.tiny_runs import newest_step
 
 CONFIG = """
 from jaxscale import config as cfg
@@ -57,9 +59,9 @@ def test_a_killed_mixture_resumes_bit_for_bit(tmp_path):
   cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
   config = f"{file}:{tmp_path}"
   assert [code for *_, code in run_group(train_command(calm, config=config), **cache)] == [0, 0]
-  with killed_at_end(*start_group(train_command(killed, config=config), **cache)) as group:
-    metrics = killed / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and len(losses(killed)) > 10, group[0])
+  env = cache | at_step.hold(40)
+  with killed_at_end(*start_group(train_command(killed, config=config), **env)) as group:
+    wait_until(lambda: newest_step(killed) and len(losses(killed)) > 10, group[0])
     for process in group:
       process.send_signal(signal.SIGKILL)
       process.communicate(timeout=60)

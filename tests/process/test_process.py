@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from support import at_step
 from support.commands import error_line, run_python, run_train, trained
-from support.processes import wait_until
+from support.processes import killed_at_end, wait_until
 from support.tiny_runs import (
   ARGS,
   assert_same_run,
@@ -48,8 +49,10 @@ def uninterrupted(tmp_path_factory, no_tensorflow):
 def test_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted):
   workdir, rng = tmp_path / "run", random.Random(0)
   for number in range(5):
-    in_mid_save = number % 4 == 0
-    kill(workdir, in_mid_save=in_mid_save, later=0 if in_mid_save else rng.uniform(0, 0.3))
+    # Each has 14 of the 79 steps to itself, which a fast machine may train before the kill.
+    in_mid_save, until = number % 4 == 0, 14 * (number + 1)
+    later = 0 if in_mid_save else rng.uniform(0, 0.3)
+    kill(workdir, until=until, in_mid_save=in_mid_save, later=later)
     assert is_saving(workdir) or not in_mid_save
   assert "resuming from the checkpoint of step" in trained(workdir, *ARGS)
   assert not is_saving(workdir)
@@ -58,10 +61,11 @@ def test_kills_at_random_moments_change_no_bit(tmp_path, uninterrupted):
 
 def run_until_ctrl_c(workdir):
   """Interrupt a run once it has another checkpoint; what it printed."""
-  process, before = start(workdir), newest_step(workdir)
-  wait_until(lambda: newest_step(workdir) > before, process)
-  process.send_signal(signal.SIGINT)
-  out, err = process.communicate(timeout=300)
+  before = newest_step(workdir)
+  with killed_at_end(start(workdir, **at_step.hold(40))) as process:
+    wait_until(lambda: newest_step(workdir) > before, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
   assert process.returncode == 130, err
   return out, err
 
@@ -69,7 +73,7 @@ def run_until_ctrl_c(workdir):
 @pytest.mark.slow
 def test_a_kill_in_mid_save_and_ctrl_c_change_no_bit(tmp_path, uninterrupted):
   workdir = tmp_path / "run"
-  kill(workdir, in_mid_save=True)
+  kill(workdir, until=14, in_mid_save=True)
   assert is_saving(workdir)
   out, err = run_until_ctrl_c(workdir)
   *_, reported, last = out.splitlines()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.cluster.local_launch import OPTION
+from support import at_step
 from support.commands import error_line, own_lines, run_train, trained
 from support.processes import killed_at_end, wait_until
 from support.tiny_runs import ARGS, newest_step, record, start
@@ -32,7 +33,7 @@ def has_ended(pid):
 def running(tmp_path):
   """Return (launcher, its children, workdir) of a run that has saved a checkpoint."""
   workdir = tmp_path / "run"
-  with killed_at_end(start(workdir, TWO)) as process:
+  with killed_at_end(start(workdir, TWO, **at_step.hold(60))) as process:
     wait_until(lambda: newest_step(workdir), process, seconds=500)
     yield process, children(process), workdir
 

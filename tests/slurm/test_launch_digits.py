@@ -3,7 +3,6 @@
 import re
 import shlex
 import sys
-import time
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ ONCE = [*ARGS, "--config.epochs=3", "--config.checkpoint.every_epochs=3"]
 
 def test_digits_trains_on_a_node(cli):
   cli("submit", "--real", "--name=d", *ONCE)
-  words = until(cli, "d", "COMPLETED", 180)
+  words = until(cli, "d", "COMPLETED")
   assert words[3:5] == ["1", "34/34"] and words[7].endswith("%")
   assert cli("logs", "d", "--lines=1").startswith("done: validation accuracy")
   assert re.fullmatch(r"goodput \d+% of .*training 0:\d\d.*", cli("status", "d").splitlines()[-1])
@@ -40,7 +39,7 @@ def test_the_three_lines_of_the_readme_run(cli, slurm):
 @pytest.mark.slow
 def test_after_a_good_preflight_it_trains(cli):
   cli("submit", "--real", "--nodes=2", "--preflight", "--name=d", *ONCE)
-  assert until(cli, "d", "COMPLETED", 180)[3:5] == ["2", "34/34"]
+  assert until(cli, "d", "COMPLETED")[3:5] == ["2", "34/34"]
   checked = cli("logs", "d", "--rank=batch")
   assert "2 processes on 2 hosts (n1 and n2)" in checked
   assert "preflight: ready" in checked
@@ -55,10 +54,8 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
   workdir.mkdir()
   slurm.run("mount", "-t", "tmpfs", "-o", "ro", "none", str(workdir), host="n2")
   try:
-    began = time.monotonic()
     slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
-    words = until(cli, "d", "FAILED", 60)
-    seconds = time.monotonic() - began
+    words = until(cli, "d", "FAILED")
   finally:
     slurm.run("umount", str(workdir), host="n2")
   reported = cli("logs", "d", "--rank=batch")
@@ -68,7 +65,6 @@ def test_the_preflight_stops_a_bad_allocation_and_names_the_node(cli, slurm):
   assert wrong and all("n2" in line for line in wrong), reported
   assert "n2 wrote 0 bytes" in wrong[-1] and "Read-only file system" in wrong[-1]
   assert "share, or mount it on n2" in reported
-  assert seconds < 60
   assert not (workdir / "metrics.jsonl").exists()
 
 
@@ -78,7 +74,7 @@ def test_digits_on_1_2_and_4_nodes_have_the_same_parameters(cli):
   for nodes in (1, 2, 4):
     words = [f"--nodes={nodes}", f"--name={nodes}", *ONCE, "--config.log.every_steps=1"]
     cli("submit", "--real", *words, JAX_NUM_CPU_DEVICES="2")
-    assert until(cli, str(nodes), "COMPLETED", 180)[4] == "34/34"
+    assert until(cli, str(nodes), "COMPLETED")[4] == "34/34"
   one, two, four = (final_state(cli.runs / str(n) / "train").params for n in (1, 2, 4))
   for other in (two, four):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):

@@ -1,5 +1,6 @@
 """`jaxscale submit` and the like on a real Slurm of four nodes."""
 
+import itertools
 import re
 import shlex
 import sys
@@ -10,7 +11,7 @@ import pytest
 from support.commands import child_env, own_lines, train_command
 from support.job_script import fake
 from support.paths import ROOT
-from support.processes import wait_until
+from support.processes import killed_at_end, wait_until
 from support.slurm.cli import FOREVER, ends, make_cli, number, states, until, until_ended
 
 
@@ -21,13 +22,19 @@ def is_up(cli, name, starts=1, rank=0):
 
 
 def test_a_job_on_four_nodes_from_submission_to_its_end(cli):
-  cli.does("sleep 1")
+  go = waits_to_go(cli)
   out = cli("submit", "--nodes=4", "--tasks-per-node=2", "--name=a", "--time=5")
   assert re.match(r"a: submitted as \d+\n", out)
   words = until(cli, "a", "RUNNING")
-  assert words[3] == "4" and re.fullmatch(r"5:00|4:\d\d", words[8])
-  followed = cli("logs", "-f", "a")  # until it ends
-  assert followed.startswith("rank 0 of 8 on n1: -m jaxscale.train --config ")
+  assert words[3] == "4" and re.fullmatch(r"5:00|[0-4]:\d\d", words[8])
+  command = sys.executable, "-m", "jaxscale", "logs", "-f", "a", f"--runs={cli.runs}"
+  with killed_at_end(cli.slurm.start(*command)) as follows:
+    line = follows.stdout.readline()
+    assert line.startswith("rank 0 of 8 on n1: -m jaxscale.train --config ")
+    assert follows.poll() is None
+    go.touch()
+    follows.communicate(timeout=300)  # until it ends
+  assert follows.returncode == 0
   words = until(cli, "a", "COMPLETED")
   assert words[4:6] == ["3/?", "0.5000"]
   ranks = cli("logs", "a", "--rank=all").splitlines()
@@ -36,18 +43,29 @@ def test_a_job_on_four_nodes_from_submission_to_its_end(cli):
   assert "a: is done" in cli("resume", "a", code=2)
 
 
+def waits_to_go(cli, before="", after=""):
+  """Make the stand-in wait for a file, and return that."""
+  go = cli.python.parent / "go"
+  cli.does(f'{before}\nuntil [ -e "{go}" ]; do sleep 0.1; done\n{after}')
+  return go
+
+
 def test_an_array_of_six_two_at_a_time(cli):
-  cli.does("sleep 0.3")
+  record = cli.python.parent / "running"
+  begin, end = (f'echo {change} >>"{record}"' for change in (1, -1))
+  go = waits_to_go(cli, begin, f"sleep 0.3; {end}")
   out = cli("sweep", "--sweep=seed=1,2,3", "--sweep=epochs=3,4", "--at-most=2", "--name=s")
   assert ", 6 trials" in out
-  most, now = 0, states(cli, "s")
-  deadline = time.monotonic() + 90
+  wait_until(lambda: record.exists() and len(record.read_text().split()) >= 2, seconds=300)
+  begun = [state for state, _ in states(cli, "s").values()]
+  assert (begun.count("RUNNING"), begun.count("PENDING")) == (2, 4)
+  go.touch()
+  deadline, now = time.monotonic() + 300, states(cli, "s")
   while {state for state, _ in now.values()} != {"COMPLETED"}:
-    most = max(most, sum(state == "RUNNING" for state, _ in now.values()))
     assert time.monotonic() < deadline, now
-    time.sleep(0.2)
     now = states(cli, "s")
-  assert most == 2 and list(now) == [f"s/{i}" for i in range(6)]
+  assert max(itertools.accumulate(map(int, record.read_text().split()))) == 2
+  assert list(now) == [f"s/{i}" for i in range(6)]
   assert now["s/5"][1][-2:] == ["seed=3", "epochs=4"]
   reported = cli("logs", "s", "--task=5")
   assert "--config.seed=3 --config.epochs=4 --workdir" in reported and "/trials/5" in reported
@@ -215,7 +233,7 @@ def test_the_plain_script_starts_its_processes_with_all_cores(slurm, tmp_path, o
 def test_a_script_that_calls_jax_distributed_itself_trains_on_two_nodes(slurm, tmp_path):
   venv = fake_venv(tmp_path, f'exec {shlex.quote(sys.executable)} "$@"')
   job = slurm.submit(plain_script("plain"), "-N2", JAXSCALE_VENV=str(venv), **child_env(1))
-  slurm.wait_for(job, "COMPLETED", seconds=240)
+  slurm.wait_for(job, "COMPLETED")
   reported = own_lines(slurm.output(job))
   assert reported[0] == "processes: 2, devices: 2", reported
   assert float(reported[-1].removeprefix("validation accuracy ")) > 0.95, reported

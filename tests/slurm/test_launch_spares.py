@@ -2,6 +2,8 @@
 
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,8 +136,10 @@ def test_moves_count_as_restarts_also_those_before_a_requeue(tmp_path):
 @pytest.mark.slow
 def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   args = [*ARGS, "--config.epochs=12", "--config.checkpoint.every_epochs=1"]
-  cli("submit", "--real", "--nodes=2", "--spares=1", "--name=s", *args)
+  args += ["--config.faults.hang_timeout_s=300"]
   workdir = cli.runs / "s" / "train"
+  python = sleeps_at_first(tmp_path, workdir)
+  cli("submit", "--real", f"--python={python}", "--nodes=2", "--spares=1", "--name=s", *args)
   wait_until(lambda: newest_step(workdir) > 20, seconds=300)
   before = newest_step(workdir)
   assert slurm.job(number(cli, "s"))["BatchHost"] == "n1"  # which is the spare
@@ -143,7 +147,7 @@ def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   wait_until(lambda: [e["event"] for e in events(cli, "s")] == ["start", "move"], seconds=300)
   move = events(cli, "s")[1]
   wait_until(lambda: newest_step(workdir) > before, seconds=300)  # after it was noticed
-  words = until(cli, "s", "COMPLETED", 120)
+  words = until(cli, "s", "COMPLETED")
   assert words[-1] == "1"  # restarts
   assert (move["lost"], move["hosts"], move["nodes"]) == ("n2", "n1,n3", 2)
   assert slurm.job(number(cli, "s"))["Restarts"] == "0"
@@ -154,6 +158,15 @@ def test_training_continues_on_the_spare_and_loses_no_bit(cli, slurm, tmp_path):
   command = "srun", "-N2", "-n2", "-wn1,n3", *train_command(again, *args)
   slurm.run(*command, timeout=300, **child_env(1))
   assert_same_run(workdir, again)
+
+
+def sleeps_at_first(tmp_path, workdir):
+  """Return a Python whose process 0 waits in step 60, until it is killed, unless it resumes."""
+  path, python = tmp_path / "first" / "python", shlex.quote(sys.executable)
+  saved = shlex.quote(str(workdir / "checkpoints"))
+  faulty = f'{python} tests/support/faulty_train.py sleep 0 60 {tmp_path}/note "${{@:3}}"'
+  fake(path, f'[ "$2" = jaxscale.train ] && [ ! -e {saved} ] && exec {faulty}\nexec {python} "$@"')
+  return path
 
 
 @pytest.mark.slow

@@ -8,11 +8,15 @@ import time
 
 import pytest
 
+from jaxscale.cluster.timeouts import Timeouts
 from support.fault_table import measured
 from support.slurm.job import AT, NODES, SLACK, Job, error_of
 from support.tiny_runs import assert_same_run, newest_step
 
 pytestmark = pytest.mark.slow
+
+# JAX itself would end the run then, and not say why. Ours takes 51 s at most, most of them a limit.
+JAX_S = Timeouts.jax_heartbeat_timeout_s
 
 RAISED = r"failed in step 60 \(input\): RuntimeError: no such"
 HANGS = r"hangs in step 60 \(input\) for \d+ s; 2 others"
@@ -41,7 +45,7 @@ def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, what):
   job.end("FAILED")
   reported, saved = job.reported(), newest_step(job.workdir)
   assert re.search(f"process {rank} on n{rank + 1} {line}", error_of(reported))
-  assert job.seconds() < 60
+  assert job.seconds() < JAX_S
   assert AT - SLACK <= saved <= AT
   assert job.codes() == [code]
   living = {f"process-{r}.txt" for r in range(NODES)} - {f"process-{rank}.txt"}
@@ -55,11 +59,11 @@ def test_a_fault_ends_the_job_and_is_named(slurm, whole, tmp_path, what):
 
 def test_a_node_that_dies_ends_the_job_or_requeues_it(slurm, whole, tmp_path):
   """Slurm requeues a job whose node failed; ours has ended before it notices."""
-  job = Job(slurm, tmp_path)
+  job = Job(slurm, tmp_path, "wait", 1)
   job.has_trained()
   began, saved = time.time(), newest_step(job.workdir)
   slurm.kill_node("n2")
-  job.until(lambda: "process 1 on n2 died" in job.reported(), 60)
+  job.until(lambda: "process 1 on n2 died" in job.reported())
   seconds = time.time() - began
   line, kept = error_of(job.reported()), newest_step(job.workdir)
   slurm.start_node("n2")
@@ -69,7 +73,7 @@ def test_a_node_that_dies_ends_the_job_or_requeues_it(slurm, whole, tmp_path):
   if state != "COMPLETED":
     job = Job(slurm, tmp_path)
     job.end("COMPLETED")
-  assert seconds < 60 and newest_step(job.workdir) > saved
+  assert seconds < JAX_S and newest_step(job.workdir) > saved
   assert_same_run(job.workdir, whole)
 
 
@@ -78,14 +82,17 @@ def test_a_slow_process_is_named_and_lives(slurm, whole, tmp_path):
   job = Job(slurm, tmp_path, "slow", 2, *limits)
   job.end("COMPLETED")
   (line, *_) = re.findall(r"process 2 on n3 is slow at step \d+: .*", job.reported())
-  assert re.search(r"its host needs [45]\d ms before each step", line)
+  own, others = map(
+    int, re.findall(r"needs (\d+) ms before each step, the median (\d+) ms", line)[0]
+  )
+  assert own >= 45 and own > others
   assert job.codes() == [0] and "error" not in job.reported()
   measured("a slow process", None, 0, line)
 
 
 def test_a_job_that_makes_no_progress_is_given_up(slurm, tmp_path):
   """Requeued from outside again and again, it leaves with 93 before it trains."""
-  job = Job(slurm, tmp_path, "kill always", 0, "--config.faults.max_idle_restarts=1")
+  job = Job(slurm, tmp_path, "kill,kill,kill,kill", 0, "--config.faults.max_idle_restarts=1")
   # All are killed at one step. The first leaves a checkpoint; the second none, or the
   # one that the first had not finished, and then the third none.
   for start in (1, 2, 3, 4):

@@ -14,11 +14,12 @@ import pytest
 
 from jaxscale.metrics import read_json
 from jaxscale.run.goodput import goodput, read_activities
+from jaxscale.training.loop import IN_FLIGHT
 from support.commands import child_env
 from support.fault_table import measured
 from support.faulty_train import LATE_S
 from support.processes import killed_at_end, wait_until
-from support.slurm.job import CONFIG, STEPS, Job, error_or_stop
+from support.slurm.job import AT, CONFIG, Job, error_or_stop
 from support.tiny_runs import assert_same_run, final_state, newest_step, record
 
 pytestmark = pytest.mark.slow
@@ -26,9 +27,9 @@ pytestmark = pytest.mark.slow
 PREEMPTIONS = {
   "SIGTERM to one process": ("term", None),
   "SIGUSR1 to one process": ("usr1", None),
-  "SIGUSR1 to all": ("nothing", ["scancel", "--signal=USR1"]),
-  "SIGTERM to all": ("nothing", ["scancel", "--signal=TERM"]),
-  "scontrol requeue": ("nothing", ["scontrol", "requeue"]),
+  "SIGUSR1 to all": ("wait", ["scancel", "--signal=USR1"]),
+  "SIGTERM to all": ("wait", ["scancel", "--signal=TERM"]),
+  "scontrol requeue": ("wait", ["scontrol", "requeue"]),
 }
 
 
@@ -46,17 +47,16 @@ def test_a_preempted_job_saves_and_is_requeued(slurm, whole, tmp_path, how):
   job.end("COMPLETED")
   (step,) = re.findall(r"saved step (\d+)", job.reported())
   assert f"resuming from the checkpoint of step {step}" in job.reported()
-  assert seconds < 60 and codes == {85} and job.codes()[-1] == 0
+  assert int(step) <= AT + IN_FLIGHT  # no step is begun after it
+  assert codes == {85} and job.codes()[-1] == 0
   assert_same_run(job.workdir, whole)
   measured(how, seconds, 85, error_or_stop(job.reported()))
 
 
 def test_three_preemptions_of_one_job_change_no_bit(slurm, whole, tmp_path):
-  job = Job(slurm, tmp_path, "usr1", 2)
+  job = Job(slurm, tmp_path, "usr1,wait@80,wait@100", 2)
   for number, kind in enumerate(("SIGTERM to all", "scontrol requeue"), 1):
-    job.until(lambda n=number: job.reported().count("resuming from") == n)
-    before = newest_step(job.workdir)
-    job.until(lambda step=before: newest_step(job.workdir) > step)
+    job.has_resumed(number)
     slurm.run(*(PREEMPTIONS[kind][1] or ()), job.id)
   job.end("COMPLETED")
   assert job.reported().count("resuming from") == 3
@@ -67,27 +67,21 @@ def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
   slurm, whole, tmp_path
 ):
   """Goodput, against what Slurm and this test know, and when files were written."""
-  job = Job(slurm, tmp_path, "kill late", 1)
+  job = Job(slurm, tmp_path, "kill late,wait@80,wait@100", 1)
   jobs = [job.end("FAILED")]
   first = newest_step(job.workdir)
   files = (job.workdir / "checkpoints" / str(first)).rglob("*")
   saved = min(path.stat().st_mtime for path in files if path.is_file())
   ends = [float(job.note.read_text()) + LATE_S]
   slurm.run("scontrol", "requeue", job.id)
-  job.until(lambda: newest_step(job.workdir) > first)
+  job.has_resumed(1)
   jobs.append(slurm.job(job.id))
   slurm.run("scancel", "--signal=TERM", job.id)
-  job.until(lambda: job.reported().count("resuming from") == 2)
-  ends.append((job.workdir / "summary.json").stat().st_mtime)
-  second = newest_step(job.workdir)
-  job.until(lambda: newest_step(job.workdir) > second)
+  job.has_resumed(2)
   jobs.append(slurm.job(job.id))
   slurm.run("scontrol", "requeue", job.id)
-  job.until(lambda: job.reported().count("resuming from") == 3)
-  ends.append((job.workdir / "summary.json").stat().st_mtime)
   jobs.append(job.end("COMPLETED"))
-  ends.append((job.workdir / "summary.json").stat().st_mtime)
-  assert second < STEPS
+  ends += [float(Path(f"{job.note}.{i}.0").read_text().split()[0]) for i in (1, 2, 3)]
   assert_same_run(job.workdir, whole)
   queued = [when(known["SubmitTime"]) for known in jobs]
   starts = [when(known["StartTime"]) for known in jobs]
@@ -104,8 +98,9 @@ def test_two_preemptions_and_a_crash_change_no_bit_and_are_all_accounted_for(
   assert sum(found.seconds.values()) == pytest.approx(ends[-1] - queued[0], rel=0.01)
   seconds = {name: found.seconds[name] for name in wanted if name != "all else"}
   seconds["all else"] = found.wall_s - sum(seconds.values())
-  # Below 1 s where it was measured (docs/launch.md); some files are written late here.
-  assert seconds == pytest.approx(wanted, abs=4.0)
+  # Below 1 s where it was measured (docs/launch.md); some files are written late here, on a
+  # slow machine by as much as its start-up is longer.
+  assert seconds == pytest.approx(wanted, abs=max(4.0, wanted["start-up"] / 4))
   summary = read_json(job.workdir / "summary.json")["goodput_seconds"]
   for name in ("training", "lost"):
     assert found.seconds[name] == pytest.approx(summary[name], abs=0.01) and summary[name]
@@ -121,18 +116,36 @@ def test_the_end_of_its_time_is_met_saved(slurm, tmp_path, end):
   """Known at the start: it stops before; brought forward: SIGTERM says so."""
   sbatch = ["--time=1"] if end == "known" else []
   job = Job(slurm, tmp_path, "nothing", 0, "--config.epochs=4000", sbatch=sbatch)
-  job.has_trained()
-  if end == "moved":
+  if end == "known":
+    has_trained_before_its_end(slurm, job)
+  else:
+    job.has_trained()
     slurm.end_at(job.id, 5)  # Slurm looks every 30 s whose time is over
-  job.until(lambda: "all processes save and stop" in job.reported(), 90)
+  job.until(lambda: "all processes save and stop" in job.reported())
   (why,) = re.findall(r"(.+) at process \d on n\d: all processes save and stop", job.reported())
   assert "s are left" in why if end == "known" else why == "SIGTERM"
   seconds, codes = job.stopped(time.time())
   assert codes == {85}
   measured(f"walltime, its end {end}", seconds, 85, error_or_stop(job.reported()))
-  job.until(lambda: "is requeued, restart 1" in job.reported(), 30)
+  job.until(lambda: "is requeued, restart 1" in job.reported())
   job.until(lambda: "resuming from" in job.reported())
   slurm.run("scancel", job.id)
+
+
+def has_trained_before_its_end(slurm, job):
+  """Wait until it has trained; a slow machine gets more time, as an operator may give it."""
+  job.end("RUNNING")
+  for _ in range(15):
+    moved = time.monotonic()
+    job.until(lambda m=moved: is_trained(job) or time.monotonic() - m > 20)
+    if is_trained(job):
+      return
+    slurm.end_at(job.id, 60)
+  raise AssertionError(job.reported())
+
+
+def is_trained(job):
+  return newest_step(job.workdir) >= 30
 
 
 def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
@@ -140,8 +153,8 @@ def test_what_is_cancelled_saves_and_stays_away(slurm, tmp_path):
   job.has_trained()
   began = time.time()
   slurm.run("scancel", job.id)
-  job.end("CANCELLED", seconds=30)
-  job.until(lambda: "saved step" in job.reported(), 10)
+  job.end("CANCELLED")
+  job.until(lambda: "saved step" in job.reported())
   seconds, codes = job.stopped(began)
   assert codes == {85} and "is not requeued: it is already " in job.reported()
   measured("scancel", seconds, 85, error_or_stop(job.reported()))

@@ -22,7 +22,7 @@ def besiege(slurm, attack):
   """Return a function that starts all attacks at once on the next job of two nodes."""
   address = slurm.run("getent", "ahostsv4", "n1").stdout.split()[0]
 
-  def begin(seconds=180):
+  def begin(seconds=600):
     """Strangers are there before the job, whose id is easy to guess."""
     last = slurm.run("srun", "-n1", "bash", "-c", "echo $SLURM_JOB_ID").stdout
     run = f"slurm-{int(last) + 1}.0"
@@ -39,7 +39,7 @@ def besiege(slurm, attack):
 def train(slurm, workdir):
   """Train on two nodes; return what was printed."""
   args = train_command(workdir, *ARGS)
-  done = slurm.run("srun", *ON, "bash", "-c", LATE, "late", *args, timeout=180, **child_env(1))
+  done = slurm.run("srun", *ON, "bash", "-c", LATE, "late", *args, timeout=300, **child_env(1))
   return done.stdout + done.stderr
 
 

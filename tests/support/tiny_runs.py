@@ -11,18 +11,21 @@ from jaxscale.config.loading import load_config
 from jaxscale.exchange import plain
 from jaxscale.experiment import build
 from jaxscale.mesh import make_mesh
+from support import at_step
 from support.commands import child_env, train_command
 from support.configs import settings
 from support.processes import killed_at_end, popen, run_group, wait_until
 from support.trees import assert_same_bits
 
-# Small and often saved: 225 steps, a checkpoint every second one.
+# Small and often saved: 79 steps, a checkpoint every second one.
 TINY = settings("""
   epochs=7 model=MLP model.hidden=(64,) log.every_steps=7
   evaluation.every_epochs=1 checkpoint.every_epochs=0.18
   log.plot=False
 """)
 ARGS = [f"--config.{name}={value}" for name, value in TINY.items()]
+# For runs that a test stops, however late. One whose output nobody reads waits in a full pipe.
+ENDLESS = "--config.epochs=1000000"
 
 
 def restored(workdir, experiment):
@@ -76,26 +79,31 @@ def newest_step(workdir):
   return max((int(n) for n in checkpoint_names(workdir) if n.isdigit()), default=0)
 
 
-def kill(workdir, *args, in_mid_save=False, after=None, later=0.0, **options):
+def kill(workdir, *args, until, in_mid_save=False, after=None, later=0.0, **options):
   """Start a run, and kill it after its next checkpoint.
 
   Args:
     workdir: the workdir of the run.
     args: arguments of `start`, as are `options`.
-    in_mid_save: whether to kill it while it saves the checkpoint after that.
+    until: the step before which the run waits for the kill, which may come earlier.
+    in_mid_save: whether to kill it while it saves a checkpoint, that of step `until` or the
+      next one.
     after: the step before the checkpoint; by default that of the newest one.
     later: the seconds from the checkpoint to the kill.
   """
   step = newest_step(workdir) if after is None else after
+  options |= at_step.hold_save(until) if in_mid_save else at_step.hold(until)
   with killed_at_end(start(workdir, *args, **options)) as process:
-    wait_until(lambda: newest_step(workdir) > step, process, seconds=600)
+    wait_until(lambda: newest_step(workdir) > step, process, seconds=300)
     if in_mid_save:
-      wait_until(lambda: is_saving(workdir), process, seconds=600)
+      wait_until(lambda: is_saving(workdir, until), process, seconds=300)
     time.sleep(later)
 
 
-def is_saving(workdir):
-  return any("tmp" in name for name in checkpoint_names(workdir))
+def is_saving(workdir, since=0):
+  """Return whether a checkpoint of step `since` or a later one is half-written."""
+  partial = (name.partition(".tmp-") for name in checkpoint_names(workdir))
+  return any(mark and int(step.strip(".")) >= since for step, mark, _ in partial)
 
 
 def run_processes(workdir, count, num_devices, *args, config=None, **env):

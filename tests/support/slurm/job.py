@@ -1,5 +1,6 @@
 """Run of `faulty_train` as a job of the tests' cluster, and its results."""
 
+import re
 import shlex
 import sys
 import time
@@ -11,13 +12,13 @@ NODES = 3
 # Small and often saved, but long enough to have a fault at step 60.
 CONFIG = ["--config", "configs/digits.py", *ARGS, "--config.batch_size=120"]
 CONFIG += ["--config.log.every_steps=5", "--config.checkpoint.every_epochs=0.5"]
-EPOCHS, STEPS = 10, 119
+EPOCHS = 10  # 119 steps
 AT = 60
 SLACK = 12  # steps between two saves, of which one may be under way
 
 
 class Job:
-  """Run of `faulty_train` as a job of the cluster."""
+  """Run of `faulty_train` as a job of the cluster; of several starts, `fault` lists the faults."""
 
   def __init__(self, slurm, tmp_path, fault="nothing", rank=1, *args, nodes=NODES, sbatch=()):
     self.slurm, self.workdir = slurm, tmp_path / "run"
@@ -26,6 +27,8 @@ class Job:
     srun = ["srun", "--kill-on-bad-exit=1", "--open-mode=append", f"--output={tmp_path}/%t.out"]
     faulty = ["tests/support/faulty_train.py", fault, str(rank), str(AT), str(self.note)]
     train = [*CONFIG, f"--config.epochs={EPOCHS}", "--workdir", str(self.workdir), *args]
+    # A run that waits for the test is no fault.
+    train += ["--config.faults.hang_timeout_s=300"] if "wait" in fault else []
     script = (
       f"{shlex.join([*srun, sys.executable, *faulty, *train])}; code=$?\n"
       f"date +%s.%N > {tmp_path}/end; echo $code >> {tmp_path}/codes; exit $code"
@@ -41,13 +44,20 @@ class Job:
     """Wait until the run has saved a checkpoint at or after a step."""
     self.until(lambda: newest_step(self.workdir) >= step)
 
-  def until(self, condition, seconds=120):
+  def has_resumed(self, times):
+    """Wait until the run has resumed so often, and has saved a checkpoint since."""
+    resumed = r"resuming from the checkpoint of step (\d+)"
+    self.until(lambda: len(re.findall(resumed, self.reported())) == times)
+    step = int(re.findall(resumed, self.reported())[-1])
+    self.until(lambda: newest_step(self.workdir) > step)
+
+  def until(self, condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
       assert time.monotonic() < deadline, f"waited too long\n{self.reported()[-2000:]}"
       time.sleep(0.05)
 
-  def end(self, *states, seconds=150):
+  def end(self, *states, seconds=300):
     return self.slurm.wait_for(self.id, *states, seconds=seconds)
 
   def codes(self):
