@@ -14,7 +14,7 @@ _SITE = Path(__file__).with_name("at_step_site")
 
 
 def kill(step, activity="input", *, count=1):
-  """Make a run kill itself at the `count`-th time that its watch is told of an activity."""
+  """Make a run kill itself when it begins an activity of a step for the `count`-th time."""
   return _env(signal.SIGKILL, step, activity, count)
 
 
