@@ -25,7 +25,7 @@ pytest.importorskip("trackio")
 KEY = "0123456789abcdef0123456789abcdef01234567"
 ALL = (
   "--config.log.trackers=Wandb,MLflow,Trackio",  # the last of docs/extending.md
-  *(f"--config.log.trackers.{x}.flush_s=300" for x in ("Wandb", "MLflow", "Trackio")),
+  *(f"--config.log.trackers.{x}.flush_s=40" for x in ("Wandb", "MLflow", "Trackio")),
 )
 # Slow until it is killed, and then fast enough that trackers are open before its end.
 (TRACKIO,) = (block for block in blocks() if "class Trackio" in block)
