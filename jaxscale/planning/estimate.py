@@ -55,6 +55,7 @@ class Shapes(NamedTuple):
     moments: the bytes of the optimizer state.
     matrices: the number of parameters in matrices that the optimizer deals out (`parallel.deal`).
     matrix_flops: the FLOPs of the optimizer for all of these matrices in a step.
+    matrix_dtype: the dtype of their products.
     layers: the number of layers in the stack; 1 if the model has no stack.
     outputs: the elements per token in the outputs of all products with weights of the
       stack; 0 if the model is not a stack.
@@ -71,6 +72,7 @@ class Shapes(NamedTuple):
   moments: int
   matrices: int
   matrix_flops: float
+  matrix_dtype: str
   layers: int
   outputs: int
   vocab: int
@@ -119,6 +121,7 @@ def shapes_of(experiment: Any) -> Shapes:
     moments=collectives.payload_bytes(state.opt_state),
     matrices=sum(math.prod(x.leaf.shape) for x in dealt),
     matrix_flops=sum(x.leaf.count * x.flops for x in dealt),
+    matrix_dtype=getattr(config.optimizer, "ns_dtype", "float32"),
     others=parameters - sum(math.prod(shape) for shape in stack),
     layers=stack[0][0] if stack else 1,
     outputs=sum(shape[0] * shape[2] for shape in stack if len(shape) == 3),
@@ -148,8 +151,8 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
   compute = ticks * passes * part.rows * shapes.flops / (one.mesh.stage * one.mesh.model) / peak
   exposed = hidden = 0.0
   sizes = dataclasses.asdict(one.mesh)
-  of_matrices = shapes.matrix_flops / math.prod(sizes.values())
-  compute += of_matrices / (at["peak_float32"] * at.get("matmul", 0.5))
+  peak = at[f"peak_{shapes.matrix_dtype}"] * at.get("matmul", 0.5)
+  compute += shapes.matrix_flops / math.prod(sizes.values()) / peak
   for kind, axes, payload, times in _sent(part):
     sent = Collective(kind, "", (), int(payload), payload, (), 1, axes, 1, True, False, False, None)
     took = times * transfer.seconds(sent, sizes, rates.per_node, links(at))
@@ -159,8 +162,7 @@ def estimate(shapes: Shapes, one: Candidate, batch_size: int, rates: Rates) -> E
     else:
       exposed += took
   exposed += max(hidden - _HIDDEN_DURING * compute, 0.0) + at["contention"] * hidden
-  least, memory = part.bytes()
-  return Estimate(least, memory, compute + exposed + at["host"])
+  return Estimate(*part.bytes(), compute + exposed + at["host"])
 
 
 class _Part:
@@ -179,8 +181,8 @@ class _Part:
     self.state = shapes.moments / self.blocks / (mesh.fsdp if layout.shard != "none" else 1)
     self.state += 4 * self.parameters / (mesh.fsdp if layout.shard == "fsdp" else 1)
     self.tokens = self.rows * shapes.tokens / (mesh.model if is_whole else 1)
-    self.between = self.rows * shapes.tokens  # between branches
-    self.between /= mesh.model if layout.model != "layers" else 1
+    # Between branches:
+    self.between = self.rows * shapes.tokens / (1 if layout.model == "layers" else mesh.model)
 
   @property
   def ticks(self) -> int:

@@ -91,6 +91,19 @@ def test_matrices_that_are_dealt_out_are_in_the_estimate():
   assert after.seconds > before.seconds
 
 
+def test_the_estimate_has_the_dtype_of_newton_schulz():
+  """An H100 has 495 TFLOP/s in TF32 and 989 in bfloat16, and each device a quarter of the work."""
+  took, at = [], rates_of("h100").at("expected")
+  for dtype in ("float32", "bfloat16"):
+    made = config(optimizer=cfg.Muon(lr=1e-3, ns_dtype=dtype))
+    data = made.data.abstract(made.batch_size)
+    shapes = shapes_of(build.experiment(made, devices=here().devices, datasets=data))
+    sizes, one = shapes._replace(matrix_flops=4e15), search.as_given(made, 4)
+    took.append(estimate(sizes, one, made.batch_size, rates_of("h100")).seconds)
+  expected = 1e15 * (1 / 495e12 - 1 / 989e12) / at["matmul"]
+  assert took[0] - took[1] == pytest.approx(expected, rel=0.02)
+
+
 def every(made, devices=4):
   return list(search.candidates(made, devices))
 
