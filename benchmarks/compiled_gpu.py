@@ -48,6 +48,7 @@ PEAK = peak_flops("NVIDIA H100 80GB HBM3") or 0.0  # bfloat16
 RATES = {
   "peak_bfloat16": PEAK,
   "peak_float32": PEAK / 2,
+  "peak_full_float32": 67e12 * PEAK / 620e12,  # Large products reach all 67 TFLOP/s.
   "matmul": 620e12 / PEAK,
   "convolution": 620e12 / PEAK,
   "attention": 475e12 / PEAK,

@@ -260,7 +260,7 @@ def _eigenvectors(s: Moments) -> Moments:
   rank = min(s.mu.shape[1:])
 
   def side(x: Side):
-    basis = _one_by_one(lambda x: jnp.linalg.eigh(x)[1], x.mean)[:, :, ::-1]
+    basis = _one_by_one(lambda x: jnp.linalg.eigh(x)[1], x.mean, tpu=_jacobi)[:, :, ::-1]
     if basis.shape[-1] > rank:
       basis = _one_by_one(lambda x: jnp.linalg.qr(x, mode="complete")[0], basis[:, :, :rank])
     return x._replace(basis=basis)
@@ -268,10 +268,20 @@ def _eigenvectors(s: Moments) -> Moments:
   return s._replace(left=s.left and side(s.left), right=s.right and side(s.right))
 
 
-def _one_by_one(each: Any, x: jax.Array) -> jax.Array:
+def _jacobi(x: jax.Array) -> jax.Array:
+  """Return the eigenvectors of x [n, n] by Jacobi's method.
+
+  `eigh` takes it on TPUs up to n = 256. Above, its QDWH cannot be lowered in a `shard_map` that
+  checks how values vary (jax 0.10.2 and 0.11.2).
+  """
+  return lax.linalg.eigh(x, implementation=lax.linalg.EighImplementation.JACOBI)[0]
+
+
+def _one_by_one(each: Any, x: jax.Array, tpu: Any = None) -> jax.Array:
   """Apply a function to each of the matrices [k, m, n], on a CPU one after another.
 
   There, a batch waits on one thread of XLA's pool for the others of that pool. If as many batches
   as there are threads begin at once, all wait forever (jaxlib 0.10.2, `jax::ParallelBatchMap`).
   """
-  return lax.platform_dependent(x, cpu=functools.partial(lax.map, each), default=jax.vmap(each))
+  ways = {"cpu": functools.partial(lax.map, each), "tpu": jax.vmap(tpu or each)}
+  return lax.platform_dependent(x, **ways, default=jax.vmap(each))

@@ -55,7 +55,7 @@ class Shapes(NamedTuple):
     moments: the bytes of the optimizer state.
     matrices: the number of parameters in matrices that the optimizer deals out (`parallel.deal`).
     matrix_flops: the FLOPs of the optimizer for all of these matrices in a step.
-    matrix_dtype: the dtype of their products.
+    matrix_dtype: the dtype of their products, "float32" or "bfloat16".
     layers: the number of layers in the stack; 1 if the model has no stack.
     outputs: the elements per token in the outputs of all products with weights of the
       stack; 0 if the model is not a stack.
@@ -175,9 +175,7 @@ class _Part:
     is_whole = layout.model in ("ring", "all_to_all")  # parameters along the axis model
     self.blocks = mesh.stage * (1 if is_whole else mesh.model)
     self.parameters = shapes.parameters / self.blocks
-    self.grads = self.parameters
-    if layout.shard in ("zero2", "fsdp"):
-      self.grads /= mesh.fsdp
+    self.grads = self.parameters / (mesh.fsdp if layout.shard in ("zero2", "fsdp") else 1)
     self.state = shapes.moments / self.blocks / (mesh.fsdp if layout.shard != "none" else 1)
     self.state += 4 * self.parameters / (mesh.fsdp if layout.shard == "fsdp" else 1)
     self.tokens = self.rows * shapes.tokens / (mesh.model if is_whole else 1)
@@ -200,9 +198,8 @@ class _Part:
       kept += outputs / 2
     least = kept
     if mesh.stage > 1:  # A stage is recomputed from its input.
-      held = self.one.num_microbatches
-      if layout.schedule == "1f1b":
-        held = min(held, 2 * mesh.stage - 1)
+      longest = 2 * mesh.stage - 1 if layout.schedule == "1f1b" else math.inf
+      held = min(self.one.num_microbatches, longest)
       least, kept = held * inputs, held * inputs + kept
     kept *= _KEPT_BY_NONE if layout.remat == "none" else 1.0
     logits = 8 * self.tokens * shapes.vocab / mesh.model

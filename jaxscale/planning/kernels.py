@@ -48,6 +48,7 @@ class Kernel(NamedTuple):
     dims: the sizes (m, n, k, b) of the product; () without a product.
     dtype: HLO's name of the dtype of the factors.
     cycles: the compiler's estimate of cycles on TPUs; None on other chips.
+    is_full: whether float32 factors are multiplied as they are, and not as TF32 or bfloat16.
   """
 
   kind: Kind
@@ -56,6 +57,7 @@ class Kernel(NamedTuple):
   dims: tuple[float, ...] = ()
   dtype: str = "f32"
   cycles: float | None = None
+  is_full: bool = False
 
 
 def kernel_of(module: Module, computation: Computation, instruction: Instruction) -> Kernel:
@@ -73,15 +75,16 @@ def kernel_of(module: Module, computation: Computation, instruction: Instruction
     return Kernel("attention", flops, traffic, (), dtype, cycles)
   if splash := re.match(r"splash_mha_(fwd|dq|dkv)_", instruction.name):
     return Kernel("attention", _splash(splash[1], instruction), traffic, (), "bf16", cycles)
-  found = _product(module, computation, instruction)
-  if found is None:
+  if not (found := _product(module, computation, instruction)):
     return Kernel("memory", 0.0, traffic, cycles=cycles)
   home, product = found
   flops = cost.flops_of(module, computation, instruction)
   kind: Kind = "convolution" if "dim_labels=" in product.text else "matmul"
   dtype = home[product.operands[0]].shape[0].dtype
-  alone = cost.flops_of(module, home, product)
-  return Kernel(kind, flops, traffic, _dims(home, product, alone), dtype, cycles)
+  dims = _dims(home, product, cost.flops_of(module, home, product))
+  # In the attributes of a product, or in the configuration of a call to cuBLAS.
+  is_full = bool(re.search(r"operand_precision\W+highest", product.text, re.IGNORECASE))
+  return Kernel(kind, flops, traffic, dims, dtype, cycles, is_full)
 
 
 def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
@@ -104,13 +107,11 @@ def seconds(kernel: Kernel, rates: Mapping[str, float]) -> float:
     return (kernel.cycles or 0.0) * rates["cycles"] / rates["clock"]
   took = kernel.bytes / (rates["bandwidth"] * rates["memory"])
   if kernel.flops:
-    is_single = kernel.dtype in ("f32", "f64")
-    peak = rates["peak_float32" if is_single else "peak_bfloat16"]
+    single = "full_float32" if kernel.is_full else "float32"
+    name = single if kernel.dtype in ("f32", "f64") else "bfloat16"
+    peak, share = rates[f"peak_{name}"], rates.get(f"{kernel.kind}_{name}", rates[kernel.kind])
     if kernel.dtype.startswith("f8"):
       peak *= 2  # of dense products: the data sheets of H100, B200 and MI300X
-    share = rates[kernel.kind]
-    if is_single:
-      share = rates.get(f"{kernel.kind}_float32", share)
     if kernel.dims:
       share *= _filled(kernel.dims, rates)
     took = max(took, kernel.flops / (peak * share))
@@ -142,8 +143,7 @@ def _dims(home: Computation, product: Instruction, flops: float) -> tuple[float,
   """Return (m, n, k, b); 2 m n k b are the FLOPs."""
   out = product.shape[0]
   if labels := re.search(r"dim_labels=\w+->(\w+)", product.text):
-    axis = labels.group(1).index("f") if "f" in labels.group(1) else -1
-    features = out.dims[axis]
+    features = out.dims[labels[1].find("f")]  # the last dim if there is no f
     if "convBackwardFilter" in product.text:
       kernel = re.search(r"dim_labels=\w+?_(\w+)->", product.text)
       features = out.dims[kernel.group(1).index("o")] if kernel else features

@@ -33,7 +33,9 @@ class Machine:
     per_node: the number of chips of a node, or of a TPU slice.
     per_host: the number of devices per host of a TPU slice; elsewhere a host is a node.
     peak_bfloat16: the FLOP/s of a chip in matrix products, also of float16.
-    peak_float32: the FLOP/s of a chip in matrix products of float32.
+    peak_float32: the FLOP/s of a chip in matrix products of float32, by TF32 or one pass of
+      bfloat16 if it has them.
+    peak_full_float32: the same with JAX's precision "highest", as in SOAP; unset, `peak_float32`.
     bandwidth: the memory bandwidth of a chip in bytes/s.
     units: the number of multiprocessors of a chip, or of cores.
     clock: the clock rate of a TPU in cycles/s.
@@ -71,6 +73,7 @@ class Machine:
   per_host: Annotated[int | None, ">= 1"] = None
   peak_bfloat16: _Positive = None
   peak_float32: _Positive = None
+  peak_full_float32: _Positive = None
   bandwidth: _Positive = None
   units: Annotated[int | None, ">= 1"] = None
   clock: _Positive = None
@@ -253,4 +256,5 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
     value = getattr(machine, field.name)
     if value is not None and field.name not in _COSTS:
       constants[field.name] = Constant(value, value, value, "site")
+  constants.setdefault("peak_full_float32", constants["peak_float32"])
   return Rates(chip, merged["title"], constants, machine)

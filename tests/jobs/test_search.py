@@ -18,7 +18,7 @@ from jaxscale.planning import fits, search, submission, topologies
 from jaxscale.planning import plan as plans
 from jaxscale.planning.estimate import Candidate, Estimate, estimate, shapes_of
 from jaxscale.planning.fits import RefusedError
-from jaxscale.planning.machine import rates_of
+from jaxscale.planning.machine import known_chips, rates_of
 from support import tiny_plans
 from support.cases import all_slow_except
 from support.configs import small_config
@@ -72,17 +72,21 @@ def test_no_program_takes_less_than_the_least(which):
   assert guess.least <= guess.memory and 0 < guess.seconds < 1
 
 
+def with_optimizer(optimizer, dtype="float32"):
+  made = config(optimizer=optimizer, dtype=dtype)
+  data = made.data.abstract(made.batch_size)
+  return build.experiment(made, devices=here().devices, datasets=data)
+
+
 def test_matrices_that_are_dealt_out_are_in_the_estimate():
   """Five iterations of 4 s s l + 2 s s s FLOPs for each [s, l], a quarter on each device."""
   found = []
   for optimizer in (cfg.AdamW(lr=1e-3), cfg.Muon(lr=1e-3)):
-    made = config(optimizer=optimizer)
-    data = made.data.abstract(made.batch_size)
-    shapes = shapes_of(build.experiment(made, devices=here().devices, datasets=data))
-    one = search.as_given(made, 4)
-    found.append((shapes, estimate(shapes, one, made.batch_size, rates_of("knl"))))
+    made = with_optimizer(optimizer)
+    shapes, one = shapes_of(made), search.as_given(made.config, 4)
+    found.append((shapes, estimate(shapes, one, made.config.batch_size, rates_of("knl"))))
   (adamw, before), (muon, after) = found
-  params = build.experiment(made, devices=here().devices, datasets=data).abstract_state().params
+  params = made.abstract_state().params
   kernels = [x.shape for x in jax.tree.leaves(params["layers"]) if x.ndim == 3]
   sides = [(n, *sorted(sides)) for n, *sides in kernels]
   assert (adamw.matrices, adamw.matrix_flops) == (0, 0)
@@ -91,15 +95,20 @@ def test_matrices_that_are_dealt_out_are_in_the_estimate():
   assert after.seconds > before.seconds
 
 
+@pytest.mark.parametrize("chip", known_chips())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_chip_has_the_rates_of_an_estimate(dtype, chip):
+  shapes, one = shapes_of(with_optimizer(cfg.Muon(lr=1e-3), dtype)), search.as_given(config(), 4)
+  assert 0 < estimate(shapes, one, 16, rates_of(chip)).seconds < 1
+
+
 def test_the_estimate_has_the_dtype_of_newton_schulz():
   """An H100 has 495 TFLOP/s in TF32 and 989 in bfloat16, and each device a quarter of the work."""
   took, at = [], rates_of("h100").at("expected")
   for dtype in ("float32", "bfloat16"):
-    made = config(optimizer=cfg.Muon(lr=1e-3, ns_dtype=dtype))
-    data = made.data.abstract(made.batch_size)
-    shapes = shapes_of(build.experiment(made, devices=here().devices, datasets=data))
-    sizes, one = shapes._replace(matrix_flops=4e15), search.as_given(made, 4)
-    took.append(estimate(sizes, one, made.batch_size, rates_of("h100")).seconds)
+    shapes = shapes_of(with_optimizer(cfg.Muon(lr=1e-3, ns_dtype=dtype)))
+    sizes, one = shapes._replace(matrix_flops=4e15), search.as_given(config(), 4)
+    took.append(estimate(sizes, one, 16, rates_of("h100")).seconds)
   expected = 1e15 * (1 / 495e12 - 1 / 989e12) / at["matmul"]
   assert took[0] - took[1] == pytest.approx(expected, rel=0.02)
 

@@ -145,11 +145,40 @@ def test_splash_attention_counts_its_products(name, products):
     assert kernels.seconds(found, tpu) == expected
 
 
+CUBLAS = """HloModule m
+ENTRY %%m (p: f32[64,64]) -> f32[64,64] {
+  %%p = f32[64,64]{1,0} parameter(0)
+  ROOT %%x = f32[64,64]{1,0} custom-call(%%p, %%p), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":{"alpha_real":1,"beta":0,"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]},\
+"precision_config":{"operand_precision":["%s","%s"],"algorithm":"ALG_UNSET"}}}
+}"""
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_full_float32_is_seen_in_programs(precision):
+  """A product in a compiled program, and one that XLA gives to cuBLAS."""
+  x = jax.ShapeDtypeStruct((64, 64), jax.numpy.float32)
+  step = jax.jit(lambda x: jax.numpy.sin(jax.numpy.matmul(x, x, precision=precision)))
+  name = precision.upper() if precision else "DEFAULT"
+  for program in (step.lower(x).compile().as_text(), CUBLAS % (name, name)):
+    (module,) = parse.modules(program)
+    found = [
+      kernels.kernel_of(module, body, instruction)
+      for body in module.computations.values()
+      for instruction in body.values()
+    ]
+    products = [kernel for kernel in found if kernel.kind == "matmul"]  # with its callers
+    assert {(k.is_full, k.flops) for k in products} == {(precision == "highest", 2 * 64**3)}
+
+
 def test_seconds_of_a_kernel():
   slow = kernels.Kernel("matmul", 4e12, 1e9, (128, 128, 1, 1), "bf16")
   assert kernels.seconds(slow, PLAIN) == pytest.approx(2.0)  # at its peak
   assert kernels.seconds(slow._replace(dtype="f32"), PLAIN) == pytest.approx(4.0)
   assert kernels.seconds(slow._replace(bytes=9e9), PLAIN) == pytest.approx(9.0)
+  full = slow._replace(dtype="f32", is_full=True)
+  assert kernels.seconds(full, PLAIN | {"peak_full_float32": 5e11}) == pytest.approx(8.0)
   assert kernels.seconds(slow, PLAIN | {"half_waves": 1.0, "launch": 0.5}) == pytest.approx(4.5)
   tpu = rates_of("v5e").at("expected")
   assert kernels.seconds(slow._replace(cycles=3e9), tpu) == pytest.approx(2.0)
