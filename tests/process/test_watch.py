@@ -15,6 +15,7 @@ from jaxscale.cluster.watch import fault_detection, watch
 from jaxscale.cluster.watch.fault_detection import Fault, ProcessState, find_hang, find_slow
 from jaxscale.cluster.watch.watch import failure_of
 from jaxscale.cluster.wire import Keys, Link
+from support.commands import run_python
 from support.processes import wait_until
 from support.watched import HANGING, SILENT, children, ends, wait_up
 
@@ -384,3 +385,33 @@ def test_slow_is_what_others_wait_for():
   assert find_slow({0: 0.001, 1: 0.009}, step_s=0.1) == {}
   # All slow in their own way: no one is.
   assert find_slow({r: 0.1 * r for r in range(8)}, step_s=1.0) == {}
+
+
+TWO_LEAVE = """
+import sys, threading
+from pathlib import Path
+from jaxscale.cluster.watch import stacks
+
+unlink, removing = Path.unlink, threading.Event()
+
+def once(path, missing_ok):
+  unlink(path, missing_ok)
+  if threading.current_thread() is not threading.main_thread():
+    removing.set()
+    threading.Event().wait()  # The process ends before this thread writes.
+
+def second():
+  threading.Thread(target=stacks.leave, args=(2, folder, 1, "second"), daemon=True).start()
+  removing.wait(2)
+
+folder, Path.unlink, stacks.flush = Path(sys.argv[1]), once, second
+stacks.leave(1, folder, 1, "first")
+"""
+
+
+def test_a_second_thread_that_leaves_removes_no_stacks(tmp_path):
+  """It did if an error that a fault caused came while the watch left because of that fault."""
+  done = run_python("-c", TWO_LEAVE, str(tmp_path))
+  assert done.returncode == 1, done.stderr
+  written = (tmp_path / "process-1.txt").read_text()
+  assert written.startswith("first\n") and "stacks.py" in written

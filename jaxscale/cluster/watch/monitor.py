@@ -318,18 +318,15 @@ class Monitor:
   def _end(self, fault: Fault) -> None:
     """Report a fault to the others, wait until they have left, and leave."""
     name = "" if fault.rank is None else self._name(fault.rank)
+    folder, who = self._folder, f"{name} " if name else ""
     if fault.is_user_error:
-      who = "" if self._is_common_error() else f"{name}: "
-      line = f"error: {who}{fault.cause}"
-    else:
-      who = f"{name} " if name else ""
-      line = f"error: {who}{fault.cause}{stacks.note(self._folder)}"
+      folder, who = None, "" if self._is_common_error() else f"{name}: "
+    line = f"error: {who}{fault.cause}{stacks.note(folder)}"
     others = [rank for rank in self._states if rank != 0]
-    with_stacks = not fault.is_user_error
-    self._send(others, {"fault": FaultNotice(line, fault.code, with_stacks)})
+    self._send(others, {"fault": FaultNotice(line, fault.code, not fault.is_user_error)})
     self._log(line)
     self._wait_for_closed(_LAST_MESSAGES_S)
-    self._leave(fault.code, self._folder if with_stacks else None, 0, line)
+    self._leave(fault.code, folder, 0, line)
 
   def _is_common_error(self) -> bool:
     """Return whether every process has reported the same user error."""

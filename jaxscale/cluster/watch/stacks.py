@@ -24,6 +24,9 @@ _STDERR = 2  # the descriptor: a notebook's sys.stderr has none
 # per core, 0.8 s were too short, and the exit code was lost.
 _DUMP_S = 5.0
 _FLUSH_S = 0.1
+# Held by the thread that ends this process. A second one, such as that of an error which the
+# same fault has caused, would remove its file, and the process may end before it writes its own.
+_LEAVING = threading.RLock()
 
 
 def print_line(line: str) -> None:
@@ -39,7 +42,7 @@ def note(folder: Path | None) -> str:
 
 
 def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
-  """End this process within seconds, from any thread.
+  """End this process within seconds, from any thread; the first one writes the stacks.
 
   Args:
     code: the exit code; the process exits with 1 if the folder's file system hangs.
@@ -47,6 +50,7 @@ def leave(code: int, folder: Path | None, rank: int, line: str) -> NoReturn:
     rank: the rank of this process.
     line: the first line of the file, which says why the process ends.
   """
+  _LEAVING.acquire()
   faulthandler.dump_traceback_later(_DUMP_S, exit=True, file=_STDERR)
   if folder is not None:
     path = folder / f"process-{rank}.txt"
