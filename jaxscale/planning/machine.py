@@ -256,5 +256,7 @@ def rates_of(chip: str, machine: Machine | None = None) -> Rates:
     value = getattr(machine, field.name)
     if value is not None and field.name not in _COSTS:
       constants[field.name] = Constant(value, value, value, "site")
+  # On TPUs, JAX's default precision multiplies float32 in one pass of bfloat16.
+  constants.setdefault("peak_float32", constants["peak_bfloat16"])
   constants.setdefault("peak_full_float32", constants["peak_float32"])
   return Rates(chip, merged["title"], constants, machine)
