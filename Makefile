@@ -1,9 +1,12 @@
 # `make train` and `make test` are all a newcomer needs. Variables:
 #   PYTHON=python3.12     another interpreter (it gets an environment of its own)
 #   CONFIG=configs/x.py   another config for `make train`; ARGS="--config.epochs=3"
+#   PART=2/3              of `make test-slow`: of each test with three cases or more, every
+#                         third one from the second
 PYTHON ?= python3
 CONFIG ?= configs/digits.py
 ARGS ?=
+PART ?= 1/1
 # Two more than cores: many tests wait. A file in one process, in the order of conftest.py;
 # one that dies ends the run, which otherwise might wait for ever.
 WORKERS ?= 4
@@ -42,8 +45,8 @@ test: env
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) $(XDIST)
 
 test-slow: env
-	$(BIN)/python -m pytest -m "slow and not optimized" -n $(WORKERS) $(XDIST)
-	$(BIN)/python -m pytest -m "slow and optimized" -n $(WORKERS) $(XDIST)
+	$(BIN)/python -m pytest -m "slow and not optimized" -n $(WORKERS) $(XDIST) --part $(PART)
+	$(BIN)/python -m pytest -m "slow and optimized" -n $(WORKERS) $(XDIST) --part $(PART)
 
 # Against PyTorch, torchvision, timm, transformers, datasets, zarr, xarray and XProf, and with
 # trackers (wandb, mlflow, trackio, mlperf-logging), in an environment of their own;

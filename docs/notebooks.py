@@ -29,8 +29,10 @@ from traitlets.config import Config
 COLABS = Path(__file__).parents[1] / "colabs"
 _COLOURS = 64  # Enough for our plots: a picture takes a third of the space, or less.
 _NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
-# Sentences of reports that depend on the measured times.
-_TIMED_LINE = re.compile(r"^Amdahl.*\n|(?<=: )goodput .*| in \d+ s$|\d+ s to compile", re.M)
+# What depends on the measured times, and on whether the statistics of the data are kept already.
+_TIMED_LINE = re.compile(
+  r"^Amdahl.*\n|(?<=: )goodput .*| in \d+ s$|\d+ s to compile|^computing mean and std .*\n", re.M
+)
 _TIMED = re.compile(r"examples/s|\bms\b|seconds|goodput|memory")
 
 

@@ -37,6 +37,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 import pytest
 
 from support import commands
+from support.cases import cases_of_other_parts
 from support.compiling import fast_compile_env
 from support.fixtures import own_cache, photo, reported, scontrol, shared_groups, umask  # noqa: F401
 from support.paths import ROOT
@@ -44,6 +45,12 @@ from support.processes import child  # noqa: F401
 from support.slurm import cluster as slurm_cluster
 from support.two_users import users  # noqa: F401
 from support.watched import family  # noqa: F401
+
+
+def pytest_addoption(parser):
+  """`make test-slow PART=2/3`: CI runs a third of the cases of slow tests, each time another."""
+  text = "of each slow test with at least N cases, run every Nth, beginning with the Kth"
+  parser.addoption("--part", metavar="K/N", help=text)
 
 
 def pytest_configure(config):
@@ -56,8 +63,12 @@ def pytest_configure(config):
     os.environ.update(fast_compile_env())
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
   """Files whose tests wait for processes are spread over those that compute."""
+  if part := config.option.part:
+    others = cases_of_other_parts(items, *map(int, part.split("/")))
+    items[:] = [item for item in items if item not in others]
+    config.hook.pytest_deselected(items=list(others))
   files = {}
   for item in items:
     files.setdefault(item.path, []).append(item)

@@ -1,6 +1,7 @@
-"""Marks that decide which parameters of a test `make test` runs."""
+"""Which cases of a test are run: by `make test`, and by a part of `make test-slow`."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -10,3 +11,29 @@ def all_slow_except(values: Iterable, *names) -> list:
   values = list(values)
   assert set(names) <= set(values), f"no such parameters: {set(names) - set(values)}"
   return [v if v in names else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def cases_of_other_parts(
+  items: Iterable[pytest.Function], part: int, parts: int
+) -> set[pytest.Function]:
+  """Return the cases of slow tests that are not of this part, of 1 to `parts`.
+
+  A test with fewer cases is of every part. Cases of one value of the parameter that stands
+  nearest to the function stay together: most files compute once what these have in common.
+  """
+  if not 1 <= part <= parts:
+    raise pytest.UsageError(f"no such part: {part}/{parts}")
+  functions: dict[Any, dict[int, list[pytest.Function]]] = {}
+  for item in items:
+    if item.get_closest_marker("slow") and (call := getattr(item, "callspec", None)):
+      nearest = id(next(iter(call.params.values())))
+      values = functions.setdefault((item.path, item.originalname), {})
+      values.setdefault(nearest, []).append(item)
+  others: set[pytest.Function] = set()
+  for values in functions.values():
+    rows = list(values.values())
+    if len(rows) < parts:
+      rows = [[item] for row in rows for item in row]
+    if len(rows) >= parts:
+      others.update(item for i, row in enumerate(rows) if i % parts != part - 1 for item in row)
+  return others
