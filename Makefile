@@ -1,8 +1,7 @@
 # `make train` and `make test` are all a newcomer needs. Variables:
 #   PYTHON=python3.12     another interpreter (it gets an environment of its own)
 #   CONFIG=configs/x.py   another config for `make train`; ARGS="--config.epochs=3"
-#   PART=2/3              of `make test-slow`: of each test with three cases or more, every
-#                         third one from the second
+#   PART=2/4              of `make test-slow`: every fourth test, or case of one, from the second
 PYTHON ?= python3
 CONFIG ?= configs/digits.py
 ARGS ?=

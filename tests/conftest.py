@@ -48,8 +48,8 @@ from support.watched import family  # noqa: F401
 
 
 def pytest_addoption(parser):
-  """`make test-slow PART=2/3`: CI runs a third of the cases of slow tests, each time another."""
-  text = "of each slow test with at least N cases, run every Nth, beginning with the Kth"
+  """`make test-slow PART=2/4`: CI runs a quarter of the slow tests and of their cases."""
+  text = "run every Nth slow test, or case of one, beginning with the Kth"
   parser.addoption("--part", metavar="K/N", help=text)
 
 

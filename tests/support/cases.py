@@ -18,22 +18,15 @@ def cases_of_other_parts(
 ) -> set[pytest.Function]:
   """Return the cases of slow tests that are not of this part, of 1 to `parts`.
 
-  A test with fewer cases is of every part. Cases of one value of the parameter that stands
-  nearest to the function stay together: most files compute once what these have in common.
+  Cases of one value of the parameter that stands nearest to the function stay together: most
+  files compute once what these have in common.
   """
   if not 1 <= part <= parts:
     raise pytest.UsageError(f"no such part: {part}/{parts}")
-  functions: dict[Any, dict[int, list[pytest.Function]]] = {}
+  rows: dict[Any, list[pytest.Function]] = {}
   for item in items:
-    if item.get_closest_marker("slow") and (call := getattr(item, "callspec", None)):
-      nearest = id(next(iter(call.params.values())))
-      values = functions.setdefault((item.path, item.originalname), {})
-      values.setdefault(nearest, []).append(item)
-  others: set[pytest.Function] = set()
-  for values in functions.values():
-    rows = list(values.values())
-    if len(rows) < parts:
-      rows = [[item] for row in rows for item in row]
-    if len(rows) >= parts:
-      others.update(item for i, row in enumerate(rows) if i % parts != part - 1 for item in row)
-  return others
+    if item.get_closest_marker("slow"):
+      params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+      nearest = id(next(iter(params), None))
+      rows.setdefault((item.path, item.originalname, nearest), []).append(item)
+  return {item for i, row in enumerate(rows.values()) if i % parts != part - 1 for item in row}

@@ -33,11 +33,11 @@ def kept(items, part, parts=3):
   return [item for item in items if item not in others]
 
 
-def test_the_parts_together_are_all_cases():
-  items = cases("many", layout="abcdefg", optimizer="xy") + cases("few", way="ab")
+def test_the_parts_together_are_all_tests():
+  items = cases("many", layout="abcdefg", optimizer="xy") + cases("few", way="ab") + cases("one")
   found = [kept(items, part) for part in (1, 2, 3)]
   assert {id(i) for part in found for i in part} == {id(i) for i in items}
-  assert [len(part) for part in found] == [2 * 3 + 2, 2 * 2 + 2, 2 * 2 + 2]
+  assert [len(part) for part in found] == [6 + 1, 4 + 1, 4 + 1]
 
 
 def test_cases_of_one_layout_stay_together():
@@ -45,13 +45,8 @@ def test_cases_of_one_layout_stay_together():
   assert [p["layout"] + p["optimizer"] for p in layouts] == ["ax", "ay", "az", "dx", "dy", "dz"]
 
 
-def test_of_two_layouts_each_has_a_share_of_its_cases():
-  found = [i.callspec.params for i in kept(cases("two", layout="ab", optimizer="xyz"), 2)]
-  assert [p["layout"] + p["optimizer"] for p in found] == ["ay", "by"]
-
-
-def test_quick_tests_and_tests_without_parameters_are_in_every_part():
-  items = cases("quick", is_slow=False, layout="abcdef") + cases("one")
+def test_quick_tests_are_in_every_part():
+  items = cases("quick", is_slow=False, layout="abcdef")
   assert kept(items, 3) == items
 
 
