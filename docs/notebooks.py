@@ -30,7 +30,7 @@ COLABS = Path(__file__).parents[1] / "colabs"
 _COLOURS = 64  # Enough for our plots: a picture takes a third of the space, or less.
 _NUMBER = r"\d[\d,.]*(?:e[-+]\d+)?"
 # What depends on the measured times, and on whether the statistics of the data are kept already.
-_TIMED_LINE = re.compile(
+_VARYING = re.compile(
   r"^Amdahl.*\n|(?<=: )goodput .*| in \d+ s$|\d+ s to compile|^computing mean and std .*\n", re.M
 )
 _TIMED = re.compile(r"examples/s|\bms\b|seconds|goodput|memory")
@@ -101,7 +101,7 @@ def differences(old: Any, new: Any) -> Iterator[str]:
 def _content(output: Any) -> tuple[list[str], str]:
   """Return the kinds of an output, and its text, with the size of a picture."""
   data = output.get("data", {})
-  text = _TIMED_LINE.sub("", output.get("text") or data.get("text/plain", ""))
+  text = _VARYING.sub("", output.get("text") or data.get("text/plain", ""))
   if "image/png" in data:
     width, height = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).size
     text += f"\npicture of {width} x {height}"

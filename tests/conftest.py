@@ -64,7 +64,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-  """Files whose tests wait for processes are spread over those that compute."""
+  """Keep the part asked for, and spread files that wait for processes over those that compute."""
   if part := config.option.part:
     others = cases_of_other_parts(items, *map(int, part.split("/")))
     items[:] = [item for item in items if item not in others]
